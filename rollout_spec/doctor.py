@@ -351,8 +351,8 @@ def _about_length(report: dict[str, Any]) -> Iterator[str]:
     shares = [accepted / n for accepted, n in pairs]
     last_good = max((position for position, share in enumerate(shares, 1) if share >= RARELY), default=1)
     late = sum(drafted[last_good:]) / (sum(drafted) or 1)
-    # A budget verifies only what pays, and that may be accepted rarely where verifying costs next to nothing.
-    if report["budget"] is None and late > RARELY:
+    # Where only what pays is verified, that may be accepted rarely, as verifying may cost next to nothing.
+    if report["budget"] is None and not report["is_adaptive"] and late > RARELY:
         yield f"Lower num_speculative_tokens to {last_good}: {late:.1%} of the verified tokens were later, few right."
     elif len(drafted) == k < MAX_SPECULATIVE_TOKENS and drafted[-1] >= ENOUGH_STEPS and shares[-1] >= OFTEN:
         more = min(2 * k, MAX_SPECULATIVE_TOKENS)

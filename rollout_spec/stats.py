@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-REPORT_FORMAT = 2  # version of the reports that `rollout-spec doctor` reads
+REPORT_FORMAT = 3  # version of the reports that `rollout-spec doctor` reads
 
 
 @dataclass(slots=True)

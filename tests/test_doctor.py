@@ -28,6 +28,7 @@ def a_report(**changed):
         history_summary=lambda: {"requests": 40, "requests_with_history": 30},
         memory_bytes=lambda: 1000,
         engine_history=None,
+        enable_adaptive_verification=False,
     )
     for _ in range(10):
         stats.record([0] * 64, [0] * 64)

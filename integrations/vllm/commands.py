@@ -94,6 +94,7 @@ def report(engine: EngineParts) -> dict[str, Any]:
         "versions": installed_versions(REPORTED_VERSIONS),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU",
         "num_speculative_tokens": num_tokens,
+        "is_adaptive": engine.session is not None and engine.session.enable_adaptive_verification,
         "stats": counters.to_dict(),
         "sources": sources,
         "history": history(engine),

@@ -41,6 +41,8 @@ MODELS = "models"
 """The variable's key for shell patterns, of which one must match an engine's `model`."""
 MARK = "_rollout_spec"
 """Attribute set on our engines' `speculative_config`, for checks that get only that."""
+OUR_SCHEDULE = "_rollout_spec_schedule"
+"""Attribute set on a `speculative_config` whose `num_speculative_tokens_per_batch_size` we have chosen."""
 MAX_DEVICE_BYTES, MAX_DEVICE_SHARE = 2 << 30, 0.025
 """The most memory for texts with which `"auto"` drafts on the device, and the most of the device's."""
 
@@ -160,6 +162,15 @@ def is_recurrent(vllm_config: Any) -> bool:
     """Whether some of the model's layers keep a state that each token changes, such as Mamba's and gated DeltaNet's."""
     model = vllm_config.model_config
     return bool(model.is_hybrid or model.is_attention_free)
+
+
+def share_of_experts(vllm_config: Any) -> float:
+    """How many of its experts a token of the model uses, of all; 1 for a dense model."""
+    model = vllm_config.model_config
+    if not model.is_moe:
+        return 1.0
+    used = getattr(model.hf_text_config, "num_experts_per_tok", None) or 1
+    return float(min(used / model.get_num_experts(), 1.0))
 
 
 def repeats_seeds(vllm_config: Any) -> bool:
@@ -413,16 +424,22 @@ def describe_engine(vllm_config: Any, config: RolloutSpecConfig) -> str:
     parts, lacks = [], []
     if config.speculation:
         speculative = vllm_config.speculative_config
-        ranges = getattr(speculative, "num_speculative_tokens_per_batch_size", None) or ()
-        most = ranges[0][2] if ranges else config.max_draft_tokens
+        is_adaptive = hasattr(speculative, OUR_SCHEDULE)
+        ranges = () if is_adaptive else getattr(speculative, "num_speculative_tokens_per_batch_size", None) or ()
+        most = max((k for _, _, k in ranges), default=config.max_draft_tokens)
         k = [f"up to {most} draft tokens per request and step"]
         k += [f"{fewer} from {first} requests on" for first, _, fewer in ranges[1:]]
         model = f" and the model of {speculative.method!r}" if has_model_drafter(vllm_config) else ""
         parts.append(f"{', '.join(k)}, drafted by {config.drafter!r}{model}")
-        cuts = config.budget and config.drafts_on_host
-        parts.append("a budget decides how many are verified" if cuts else "all are verified")
+        if config.budget and config.drafts_on_host:
+            parts.append("a budget decides how many are verified")
+        elif is_adaptive:
+            parts.append("how many are verified follows from measured costs, or else from the number of requests")
+        else:
+            parts.append("all are verified")
         parts.append(f"history in {config.history_dir}" if config.history_dir else "history ends with the engine")
-        lacks.append("asynchronous scheduling" if config.drafts_on_host else "a budget")
+        if config.drafts_on_host or not is_adaptive:
+            lacks.append("asynchronous scheduling" if config.drafts_on_host else "a budget")
         if config.verify == "rejection":
             lacks.append("rollouts that do not depend on drafts")
     else:

@@ -3,8 +3,8 @@
 vLLM keeps asynchronous scheduling for one of its own drafters without a model, `ngram_gpu`. An engine with the device
 drafter asks for that one (`hooks.complete_config`), and gets this speculator in its place. Nothing here waits for the
 device. A step is scheduled before the last one's tokens are known, so every request has the same number of draft
-tokens, by vLLM's `num_speculative_tokens_per_batch_size`; vLLM's adaptive verification, where it is switched on, cuts
-them by their confidences.
+tokens. vLLM's adaptive verification cuts them by their confidences where it can (`adaptive.py`); elsewhere their number
+follows from that of the requests, by vLLM's `num_speculative_tokens_per_batch_size`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
 from rollout_spec.history.problems import Problems
 from rollout_spec.integrations.vllm import compat
+from rollout_spec.integrations.vllm.adaptive import prepare_to_measure
 from rollout_spec.integrations.vllm.config import config_of
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
@@ -39,9 +40,8 @@ class _Live(NamedTuple):
 class DeviceSpeculator(Session, BaseSpeculator):
     """vLLM's speculator around a `DeviceDrafter`.
 
-    There is no budget: the scheduler must know before a step how many draft tokens each request has. History grows also
-    while nothing is drafted. A request that ends while it is preempted leaves no rollout, as the runner has freed its
-    text.
+    There is no budget of ours, as the host does not know the drafts. History grows also while nothing is drafted. A
+    request that ends while it is preempted leaves no rollout, as the runner has freed its text.
 
     Attributes: those of `Session`, and
         session: Itself, as other speculators have one.
@@ -112,7 +112,9 @@ class DeviceSpeculator(Session, BaseSpeculator):
         """Part of vLLM's interface; our three kernel launches need no graph."""
 
     def capture(self) -> None:
-        """Part of vLLM's interface; our three kernel launches need no graph."""
+        """Called before vLLM measures what steps cost. Our three kernel launches need no graph."""
+        if self.enable_adaptive_verification:
+            prepare_to_measure(self._runner)
 
     def load_model(self, *args: Any) -> None:
         """Part of vLLM's interface; there is no model."""
@@ -172,6 +174,9 @@ class DeviceSpeculator(Session, BaseSpeculator):
             if not self._is_warm:  # compile the kernels before the engine serves
                 self._is_warm = True
                 self.drafter.warm_up(req_indices.dtype, history, total_len, *noise, self.num_given_tokens)
+            elif dummy_run and self.enable_adaptive_verification:  # vLLM measures what drafting costs
+                nothing = torch.zeros_like(req_indices, dtype=torch.int32)
+                self.drafter.look_up(req_indices, nothing, history, total_len, *noise)
             return self._no_drafts(input_batch.num_reqs)
         if not self.enabled:
             self.drafter.extend(req_indices, history, total_len)

@@ -18,6 +18,7 @@ from rollout_spec.integrations.vllm import compat, step_sizes
 from rollout_spec.integrations.vllm.config import (
     MARK,
     MODELS,
+    OUR_SCHEDULE,
     VARIABLE,
     ask_for_speculation,
     check_engine,
@@ -33,6 +34,7 @@ from rollout_spec.integrations.vllm.config import (
     repeats_seeds,
     say,
     settle,
+    share_of_experts,
 )
 from rollout_spec.integrations.vllm.ranks import end_if_unheard
 from rollout_spec.integrations.vllm.requests import FrontEnd
@@ -75,8 +77,9 @@ def complete_config(original: Callable[..., None], self: Any) -> None:
             is_given = speculative.num_speculative_tokens_per_batch_size is not None
             if config.budget and self.parallel_config.data_parallel_size == 1 and not is_given:
                 cheap = step_sizes.CHEAP_TOKENS_A100 if is_a100() else step_sizes.CHEAP_TOKENS
-                ranges = step_sizes.affordable_ranges(config.max_draft_tokens, cheap)
+                ranges = step_sizes.affordable_ranges(config.max_draft_tokens, cheap, share_of_experts(self))
                 speculative.num_speculative_tokens_per_batch_size = ranges
+                object.__setattr__(speculative, OUR_SCHEDULE, True)
         if config.drafts_on_host:
             if self.scheduler_config.async_scheduling:
                 raise ValueError(
@@ -163,6 +166,17 @@ def init_engine(original: Callable[..., None], self: Any, *args: Any, **kwargs: 
         from rollout_spec.integrations.vllm.stop_strings import end_outputs_at_stop_strings
 
         end_outputs_at_stop_strings(self.output_processor)
+
+
+def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any) -> Any:
+    """Ask the workers, once they are ready, how they cut drafts. The scheduler is made after that."""
+    result = original(self, vllm_config)
+    config = config_of(vllm_config)
+    if config is not None and config.speculation:
+        from rollout_spec.integrations.vllm.adaptive import settle_schedule
+
+        settle_schedule(vllm_config, lambda: self.model_executor.collective_rpc("rollout_spec", args=("report",)))
+    return result
 
 
 # -- workers; CPUWorker inherits from Worker -------------------------------------------------------------------------
@@ -372,11 +386,21 @@ def load_model_v2(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
 
 
 def initialize_kv_cache_v2(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Choose which steps are captured in CUDA graphs, once vLLM has chosen."""
-    result = original(self, *args, **kwargs)
-    config = config_of(self.vllm_config)
-    if config is not None and config.speculation:
-        step_sizes.choose_graphs(self, drafts_on_host=config.drafts_on_host)
+    """Choose how drafts are cut, and which steps are captured in CUDA graphs, once vLLM has chosen."""
+    config, initialize = config_of(self.vllm_config), functools.partial(original, self, *args, **kwargs)
+    if config is None or not config.speculation:
+        return initialize()
+    from rollout_spec.integrations.vllm.adaptive import initialize_kv_cache
+
+    compilation = self.vllm_config.compilation_config
+    had_whole_steps = compilation.cudagraph_mode.has_full_cudagraphs()
+    result = initialize_kv_cache(self, initialize)
+    if had_whole_steps and not compilation.cudagraph_mode.has_full_cudagraphs():
+        say(
+            "rollout_spec: beside drafts this attention backend leaves vLLM no CUDA graphs of whole steps, not even of "
+            "those without drafts: try another one (--attention-backend), or compare with speculation=False"
+        )
+    step_sizes.choose_graphs(self, drafts_on_host=config.drafts_on_host)
     return result
 
 

@@ -61,6 +61,7 @@ HOOKS = (
     Hook(*_inputs, "process_inputs", hooks.process_inputs),
     Hook("vllm.v1.engine.llm_engine", "LLMEngine", "__init__", hooks.init_engine),
     Hook("vllm.v1.engine.async_llm", "AsyncLLM", "__init__", hooks.init_engine),
+    Hook("vllm.v1.engine.core", "EngineCore", "_initialize_kv_caches", hooks.initialize_kv_caches),
     Hook(*_runner_v1, "__init__", hooks.init_runner),
     Hook(*_runner_v1, "execute_model", hooks.execute_model),
     Hook(*_runner_v1, "sample_tokens", hooks.sample_tokens),

@@ -56,6 +56,7 @@ class Session:
         budget: Decides how much of each draft is verified. None: all of it.
         num_speculative_tokens: K, the most tokens drafted per request and step.
         enabled: Whether anything is drafted.
+        enable_adaptive_verification: Whether vLLM cuts drafts on the device, by its name for it.
     """
 
     drafter: Any
@@ -67,6 +68,7 @@ class Session:
     budget: Budget | None = None
     num_speculative_tokens: int
     enabled: bool = True
+    enable_adaptive_verification: bool = False
     _has_lost_model = False
 
     def start_requests(self, requests: Iterable[Any]) -> None:

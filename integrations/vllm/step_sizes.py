@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,13 @@ LARGEST = 2048
 CHEAP_TOKENS, CHEAP_TOKENS_A100 = 192, 144
 """So many tokens a step verifies in about the time that it takes to read the weights; by simulation never slower than
 no drafts on an H100 and an A100 (experiments/results/README.md, `modes_simulated.jsonl`)."""
+UNREAD_EXPERTS, OTHER_WEIGHTS = 0.05, 0.5
+"""Drafts are worth reading further experts where the requests' own tokens leave no larger share of them unread. Of the
+weights that tokens would share if all were experts', as others are not: an estimate, 0.57 to 0.9 in today's models."""
+MEASURED_CONTEXT = 512
+"""Tokens of context of each token in the steps that vLLM measures for its adaptive verification. With 256 to 1,024 of
+them, a step of more requests took on an A100 what verifying as many draft tokens took (experiments/results/README.md).
+"""
 SIZES_PER_DOUBLING = 8
 """Above vLLM's own sizes, so that at most about an eighth of a step is padding; 17 more sizes at most."""
 
@@ -44,21 +52,35 @@ def larger_sizes(usual_largest: int, most_tokens: int, width: int) -> list[int]:
     return sorted(size for size in {*rounded, largest} if usual_largest < size <= largest)
 
 
-def affordable_ranges(num_speculative_tokens: int, max_tokens: int = CHEAP_TOKENS) -> list[tuple[int, int, int]]:
+def affordable_ranges(
+    num_speculative_tokens: int, max_tokens: int = CHEAP_TOKENS, share_of_experts: float = 1.0
+) -> list[tuple[int, int, int]]:
     """K by the number of requests: 1, 3, 7 and so on up to what is asked for, with which a step has few tokens, or 0.
 
     Requests of a step then have 2, 4, 8, … tokens each, which divide the numbers of tokens that vLLM captures CUDA
     graphs for, so that steps are padded little.
 
+    A token of a mixture of experts uses few of its weights, so reading takes longer than computing up to more tokens.
+    But a draft token makes a step read further experts, until the requests' own tokens use nearly all of them.
+
+    Args:
+        max_tokens: Of a step of a dense model.
+        share_of_experts: How many of them a token uses, of all; 1 for a dense model.
+
     Returns:
         (first, last, K) of ranges of requests, rising, as vLLM takes them; K of the last one is 0.
     """
     ranges, first = [], 1
+    if share_of_experts < 1:
+        max_tokens = int(max_tokens * max(1.0, OTHER_WEIGHTS / share_of_experts))
+        first += int(math.log(UNREAD_EXPERTS) / math.log(1 - share_of_experts))
+        ranges.append((1, first - 1, 0))
     width = 1 << (num_speculative_tokens + 1).bit_length() - 1
     while width > 1:
         last = max_tokens // width
-        ranges.append((first, last, width - 1))
-        first = last + 1
+        if last >= first:
+            ranges.append((first, last, width - 1))
+            first = last + 1
         width //= 2
     return [*ranges, (first, first, 0)]
 
@@ -125,7 +147,9 @@ def choose_graphs(runner: Any, *, drafts_on_host: bool) -> None:
         manager._candidates, manager._capture_descs = {}, {}
         manager._init_candidates()
         manager.vllm_config = vllm_config
-    if not takes_any_lengths:
+    if not (takes_any_lengths or compat.cuts_drafts(runner)):
+        if not drafts_on_host:
+            _drop_graphs_of_no_step(manager)
         _find_nearest_graphs(manager)
 
 
@@ -136,6 +160,31 @@ def _with_undrafted_steps(vllm_config: Any) -> Any:
     speculative.num_speculative_tokens_per_batch_size = schedule
     changed.speculative_config = speculative
     return changed
+
+
+def _drop_graphs_of_no_step(manager: Any) -> None:
+    """Where K follows the number of requests, capture only what some number of requests replays.
+
+    vLLM would capture every size for each K that occurs.
+    """
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    whole, speculative = manager._capture_descs.get(CUDAGraphMode.FULL), manager.vllm_config.speculative_config
+    ranges = getattr(speculative, "num_speculative_tokens_per_batch_size", None)
+    if not whole or not ranges:
+        return
+    max_num_seqs = manager.vllm_config.scheduler_config.max_num_seqs
+    k_of_batch = build_dynamic_sd_schedule_lookup(ranges, max_num_seqs, speculative.num_speculative_tokens)
+    used: set[tuple[int | None, int]] = set()
+    for num_requests in range(1, max_num_seqs + 1):
+        width = k_of_batch[num_requests] + 1
+        sizes = [desc.num_reqs for desc in whole if desc.uniform_token_count == width and desc.num_reqs >= num_requests]
+        if sizes:
+            used.add((width, min(sizes)))
+    manager._capture_descs[CUDAGraphMode.FULL] = [
+        desc for desc in whole if desc.uniform_token_count is None or (desc.uniform_token_count, desc.num_reqs) in used
+    ]
 
 
 def _find_nearest_graphs(manager: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 
 import pytest
 
@@ -101,14 +102,33 @@ def test_draft_tokens_follow_the_batch_size(make, tiny_model):
     assert parallel.speculative_config.num_speculative_tokens_per_batch_size is None
 
 
-@given(st.integers(1, 128), st.integers(1, 1024))
-def test_steps_with_drafts_are_affordable(k, max_num_seqs):
-    ranges = step_sizes.affordable_ranges(k)
+@given(st.integers(1, 128), st.integers(1, 1024), st.sampled_from([1.0, 2 / 8, 4 / 32, 8 / 128, 4 / 128, 8 / 256]))
+def test_steps_with_drafts_are_affordable(k, max_num_seqs, share):
+    """And those of a mixture of experts read few experts for drafts alone."""
+    ranges = step_sizes.affordable_ranges(k, share_of_experts=share)
     of_batch = build_dynamic_sd_schedule_lookup(ranges, max_num_seqs, k)
     sizes = range(1, max_num_seqs + 1)
     tokens = [size * (of_batch[size] + 1) for size in sizes]
-    assert of_batch[1] == max(n for n in (1, 3, 7, 15, 31, 63, 127) if n <= k)
-    assert all(of_batch[size] == 0 or size * (of_batch[size] + 1) <= step_sizes.CHEAP_TOKENS for size in sizes)
-    assert of_batch[1:] == sorted(of_batch[1:], reverse=True)
+    most = step_sizes.CHEAP_TOKENS * max(1, 0.5 / share)
+    assert all(of_batch[size] == 0 or size * (of_batch[size] + 1) <= most for size in sizes)
+    drafted = [size for size in sizes if of_batch[size]]
+    if share == 1:
+        assert drafted[0] == 1
+    assert not drafted or (1 - share) ** drafted[0] <= 0.05
+    if drafted:
+        assert of_batch[drafted[0]] <= max(n for n in (1, 3, 7, 15, 31, 63, 127) if n <= k)
+        assert of_batch[drafted[0] :] == sorted(of_batch[drafted[0] :], reverse=True)
     assert step_sizes.most_tokens(max_num_seqs, ranges) == max(tokens)
     assert step_sizes.most_tokens(max_num_seqs, [(1, 1, k)]) == max_num_seqs * (k + 1)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "used", "share"), [(0, None, 1.0), (128, 8, 1 / 16), (64, None, 1 / 64), (4, 4, 1.0)]
+)
+def test_a_schedule_for_a_mixture_of_experts(make, monkeypatch, num_experts, used, share):
+    text_config = SimpleNamespace(**({"num_experts_per_tok": used} if used else {}))
+    model = SimpleNamespace(is_moe=num_experts > 0, hf_text_config=text_config, get_num_experts=lambda: num_experts)
+    assert engine_config.share_of_experts(SimpleNamespace(model_config=model)) == share
+    monkeypatch.setattr(hooks, "share_of_experts", lambda vllm_config: share)
+    ranges = make().speculative_config.num_speculative_tokens_per_batch_size
+    assert ranges == step_sizes.affordable_ranges(8, share_of_experts=share)

@@ -18,6 +18,7 @@ from rollout_spec import engine_kwargs
 from rollout_spec.noise import host as noise
 from tests.integrations.draft_models import write_eagle_head
 from tests.integrations.engines import IS_V2, build, every_draft, runner_of, stats_of, verify_all
+from tests.runners import adaptive
 
 pytestmark = pytest.mark.engine
 
@@ -91,7 +92,8 @@ NOT_HERE = {
 GROUPS = {"fast": FAST, "processed": PROCESSED, "scored": SCORED}
 ROWS = [(group, name) for group, rows in GROUPS.items() for name in rows]
 KINDS = ("greedy", "sampled")
-DRAFTING = ("history", "adversary", "model", *(["device"] if IS_V2 else []))
+ON_DEVICE = (["device"] if IS_V2 else []) + (["adaptive"] if adaptive.IS_SUPPORTED else [])
+DRAFTING = ("history", "adversary", "model", *ON_DEVICE)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +110,12 @@ def engines(tiny_model, tmp_path_factory):
     }
     if IS_V2:
         named["device"] = engine_kwargs(num_speculative_tokens=3, drafter="device", **resident)
-    return {name: build(tiny_model, **arguments) for name, arguments in named.items()}
+    built = {name: build(tiny_model, **arguments) for name, arguments in named.items()}
+    if adaptive.IS_SUPPORTED:
+        with adaptive.as_on_a_gpu():
+            built["adaptive"] = build(tiny_model, **named["device"])
+        adaptive.set_costs(runner_of(built["adaptive"]), lambda num_tokens: 50.0 + num_tokens)
+    return built
 
 
 def params_of(group: str, name: str, kind: str) -> SamplingParams:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import vllm
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu import cudagraph_utils
@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu import cudagraph_utils
 from rollout_spec import engine_kwargs
 from rollout_spec.integrations.vllm import hooks, step_sizes
 from tests.integrations.vllm.test_step_sizes import config_as_on_a_gpu
+from tests.runners.adaptive import IS_SUPPORTED
 
 
 class Builder:
@@ -41,7 +42,7 @@ def captured(tiny_model, monkeypatch):
     monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: rank)
     monkeypatch.setattr(type(cudagraph_utils.current_platform), "get_global_graph_pool", lambda self: None)
 
-    def manager_of(options, support, additional="ALWAYS", **kwargs):
+    def manager_of(options, support, additional="ALWAYS", becomes=CUDAGraphMode.FULL_AND_PIECEWISE, **kwargs):
         config = config_as_on_a_gpu(tiny_model, options, **kwargs)
         ranges = getattr(config.speculative_config, "num_speculative_tokens_per_batch_size", None)
         # What the device could replay counts, not what a CPU can.
@@ -51,12 +52,22 @@ def captured(tiny_model, monkeypatch):
         model_state = SimpleNamespace(get_additional_cg_support=lambda: (AttentionCGSupport[additional], None))
         width = 1 + (config.num_speculative_tokens if config.speculative_config else 0)
         runner = SimpleNamespace(
-            attn_groups=[[group]], model_state=model_state, vllm_config=config, decode_query_len=width
-        )
+            attn_groups=[[group]], model_state=model_state, vllm_config=config, decode_query_len=width,
+            speculator=SimpleNamespace(), sampler=SimpleNamespace(),
+        )  # fmt: skip
 
         def initialize_kv_cache(runner):
+            cuts = config.speculative_config and config.speculative_config.enable_adaptive_verification
+            if cuts and support != "ALWAYS":
+                raise ValueError("vLLM says so")
+            runner.adaptive_verification = "vLLM's" if cuts else None
+            config.compilation_config.cudagraph_mode = becomes
             runner.cudagraph_manager = cudagraph_utils.ModelCudaGraphManager(
-                config, torch.device("cpu"), CUDAGraphMode.FULL_AND_PIECEWISE, decode_query_len=width
+                config,
+                torch.device("cpu"),
+                becomes,
+                decode_query_len=width,
+                **({"varlen_decode": True} if cuts else {}),
             )
 
         hooks.initialize_kv_cache_v2(initialize_kv_cache, runner)
@@ -108,7 +119,7 @@ def test_a_whole_graph_serves_every_step_of_equal_drafts(captured, drafter, k, m
     manager = captured.manager_of(options, "UNIFORM_BATCH", max_num_seqs=max_num_seqs)
     manager._graphs_captured = True
     of_batch = build_dynamic_sd_schedule_lookup(step_sizes.affordable_ranges(k), max_num_seqs, k)
-    whole = manager._capture_descs[CUDAGraphMode.FULL]
+    whole, replayed = manager._capture_descs[CUDAGraphMode.FULL], set()
     for num_requests in range(1, max_num_seqs + 1):
         for width in (1, k + 1) if drafter == "history" else (of_batch[num_requests] + 1,):
             num_tokens = num_requests * width
@@ -119,5 +130,32 @@ def test_a_whole_graph_serves_every_step_of_equal_drafts(captured, drafter, k, m
             found = manager.dispatch(num_requests, num_tokens, width, 0)
             assert (found.cg_mode, found.uniform_token_count) == (CUDAGraphMode.FULL, width), num_requests
             assert found.num_tokens < 1.2 * num_tokens + 2 * 8 * width
+            replayed.add(found)
         if drafter == "history":
             assert manager.dispatch(num_requests, num_requests + 1, None, 0).cg_mode == CUDAGraphMode.PIECEWISE
+    if drafter == "device":
+        assert replayed == set(whole), "nothing else is captured"
+
+
+@pytest.mark.skipif(not IS_SUPPORTED, reason="vLLM 0.31 is the first with what we need")
+@pytest.mark.parametrize("k", [4, 8, 16])
+def test_where_vllm_cuts_drafts_one_graph_serves_all_lengths(captured, monkeypatch, k):
+    monkeypatch.setattr(VllmConfig, "_validate_adaptive_verification", lambda self: None)
+    options = engine_kwargs(drafter="device", num_speculative_tokens=k)
+    assert set(captured(options, "ALWAYS")) == {(None, k + 1)}
+    manager = captured.manager_of(options, "ALWAYS")
+    manager._graphs_captured = True
+    for num_requests in range(1, 257):
+        for num_tokens in {num_requests, min(2 * num_requests + 1, 512)}:
+            found = manager.dispatch(num_requests, num_tokens, None, 0, max_query_len=k + 1)
+            assert found.cg_mode == CUDAGraphMode.FULL
+            assert num_tokens <= found.num_tokens < num_tokens + 16
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_DECODE_ONLY"])
+def test_it_is_said_that_no_whole_steps_are_captured(captured, monkeypatch, mode):
+    """vLLM drops the graphs of whole steps if attention cannot take several tokens per request in them."""
+    said = []
+    monkeypatch.setattr(hooks, "say", said.append)
+    captured.manager_of(K4, "UNIFORM_SINGLE_TOKEN_DECODE", becomes=CUDAGraphMode[mode])
+    assert any("attention backend" in sentence for sentence in said) == (mode == "PIECEWISE")

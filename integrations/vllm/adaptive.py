@@ -1,0 +1,114 @@
+"""How many of the device's draft tokens are verified: those that pay, where vLLM can cut drafts on the device.
+
+V2's model runner times its CUDA graphs at start. In each step it then keeps those draft tokens, of all requests, that
+are worth the time of their verification by the drafter's confidence. Whether an engine's attention kernels allow that,
+the workers know once vLLM has made them; elsewhere K follows the number of requests, which the scheduler reads when it
+is made after that, maybe in another process. So a schedule of ours is in vLLM's configuration from the beginning, and
+the engine's core replaces it if its workers verify adaptively.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from rollout_spec.integrations.vllm import compat
+from rollout_spec.integrations.vllm.config import OUR_SCHEDULE, say
+from rollout_spec.integrations.vllm.step_sizes import MEASURED_CONTEXT
+
+MOST_REQUESTS = 512
+"""Of a step with drafts, an estimate: of more, sorting the confidences on the host would take milliseconds."""
+
+
+def initialize_kv_cache(runner: Any, initialize: Callable[[], Any]) -> Any:
+    """Let vLLM make a V2 runner's attention metadata, with adaptive verification where it can and we may choose.
+
+    Args:
+        runner: vLLM's `GPUModelRunner`, whose samplers have been replaced.
+        initialize: vLLM's method.
+    """
+    vllm_config = runner.vllm_config
+    if not hasattr(vllm_config.speculative_config, OUR_SCHEDULE):
+        return initialize()
+    _switch(runner, on=True)
+    try:
+        compat.check_adaptive_verification(vllm_config)
+        result = initialize()
+        if not runner.cudagraph_manager.needs_capture():
+            raise ValueError("there are no CUDA graphs whose time it could measure")
+        return result
+    except ValueError as error:  # vLLM says so of LoRA, of attention kernels, of engines without graphs of whole steps
+        _switch(runner, on=False)
+        delattr(vllm_config.speculative_config, OUR_SCHEDULE)  # vLLM comes here once more after it has profiled memory
+        if vllm_config.parallel_config.rank == 0:
+            say(f"rollout_spec: K follows the number of requests, as vLLM cannot cut drafts on the device: {error}")
+        return initialize()
+
+
+def _switch(runner: Any, *, on: bool) -> None:
+    speculator = runner.speculator
+    runner.vllm_config.speculative_config.enable_adaptive_verification = on
+    speculator.enable_adaptive_verification = speculator.keeps_rates = runner.sampler.enable_adaptive_verification = on
+
+
+def settle_schedule(vllm_config: Any, ask_workers: Callable[[], list[dict[str, Any]]]) -> None:
+    """Give the scheduler whole drafts if the workers cut them. Called before it is made.
+
+    Args:
+        vllm_config: That of the engine's core, which in-process workers share.
+        ask_workers: Gives the report of each.
+    """
+    speculative = vllm_config.speculative_config
+    if not hasattr(speculative, OUR_SCHEDULE) or not all(report["is_adaptive"] for report in ask_workers()):
+        return
+    k = speculative.num_speculative_tokens
+    ranges = [(1, MOST_REQUESTS, k), (MOST_REQUESTS + 1, MOST_REQUESTS + 1, 0)]
+    has_more = vllm_config.scheduler_config.max_num_seqs > MOST_REQUESTS
+    speculative.num_speculative_tokens_per_batch_size = ranges if has_more else None
+    say(f"rollout_spec: of up to {k} draft tokens of each request as many are verified as pay by vLLM's measured costs")
+
+
+def prepare_to_measure(runner: Any) -> None:
+    """Called before vLLM measures what steps cost. Compiles first what cuts drafts, which vLLM does while it serves.
+
+    PyTorch compiles variants for one request and for more, and for one draft token that stays and for more.
+    """
+    from vllm.v1.worker.gpu.spec_decode import adaptive_verification
+
+    manager = runner.adaptive_verification
+    for num_requests in {1, min(2, runner.max_num_reqs)}:
+        requests = torch.arange(num_requests, dtype=torch.int32, device=runner.device)
+        capacities = manager._batch_draft_capacity[:num_requests]
+        for num_kept in {1, min(2, manager.num_speculative_steps)}:
+            capacities.fill_(manager.num_speculative_steps)
+            adaptive_verification._assign_draft_token_budget_compiled(
+                manager._confidence_probs, requests, capacities, num_kept, manager.num_speculative_steps
+            )
+    manager.batches_to_profile = functools.partial(_batches_like_drafts, type(manager).batches_to_profile, manager)
+
+
+def _batches_like_drafts(
+    batches_to_profile: Callable[..., Iterator[dict[str, Any]]], manager: Any, capture_sizes: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """vLLM's steps of made-up requests, so that a token costs what a draft token does.
+
+    vLLM gives each token 8,192 tokens of context, whose KV cache takes longer to read than a draft token's, which is
+    that of its request. And its made-up tokens are all the same one, and padding, for which no expert of a
+    mixture-of-experts model is read: drafts would seem to be free there.
+    """
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    original = InputBatch.__dict__["make_dummy"]
+
+    def make_dummy(*args: Any, **kwargs: Any) -> Any:
+        return original.__get__(None, InputBatch)(*args, **{**kwargs, "is_padding": False})
+
+    InputBatch.make_dummy = make_dummy
+    try:
+        for batch in batches_to_profile(manager, capture_sizes):
+            yield {**batch, "context_len": MEASURED_CONTEXT, "randomize_inputs": True}
+    finally:
+        InputBatch.make_dummy = original

@@ -1,0 +1,41 @@
+"""Engines that cut drafts on the device by vLLM's adaptive verification, without the CUDA graphs that it asks for."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import vllm
+from vllm.config import VllmConfig
+
+from tests.integrations.engines import IS_V2
+
+IS_SUPPORTED = IS_V2 and vllm.__version_tuple__[:2] >= (0, 31)
+
+
+@contextmanager
+def as_on_a_gpu():
+    """Build engines inside. How drafts are cut is vLLM's own code, and when it can cut them is not asked."""
+    from vllm.v1.worker.gpu import cudagraph_utils, model_runner
+    from vllm.v1.worker.gpu.spec_decode import adaptive_verification
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VllmConfig, "_validate_adaptive_verification", lambda self: None)
+        patch.setattr(cudagraph_utils.CudaGraphManager, "needs_capture", lambda self: True)
+        patch.setattr(model_runner, "resolve_adaptive_cudagraph_mode", lambda mode, **options: mode)
+        for name in ("get_varlen_cudagraph_unsupported_backend", "get_query_lens_mismatch_unsupported_backend"):
+            patch.setattr(adaptive_verification, name, lambda *args, **options: None)
+        yield
+
+
+def set_costs(runner, milliseconds):
+    """Let steps cost what a function says of their number of tokens. vLLM measures it with its graphs."""
+    manager = runner.adaptive_verification
+    states = manager.req_states
+    curve = [(size, milliseconds(size)) for size in range(1, states.max_num_batched_tokens + 1)]
+    manager.set_cost_curves([(1, 0.1), (states.max_num_reqs, 0.1)], curve)
+
+
+def rising(num_tokens):
+    """Milliseconds."""
+    return 10.0 + num_tokens

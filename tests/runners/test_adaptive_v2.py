@@ -1,0 +1,283 @@
+"""vLLM's adaptive verification, which cuts the device's drafts by their confidences, with all kernels emulated."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+from vllm.v1.worker.gpu import cudagraph_utils
+
+from rollout_spec import engine_kwargs
+from rollout_spec.config import PROPOSER_PATH
+from rollout_spec.drafters.device import kernels
+from rollout_spec.integrations.vllm import adaptive, step_sizes
+from rollout_spec.integrations.vllm.config import OUR_SCHEDULE
+from rollout_spec.verify import kernel
+from tests.integrations.engines import (
+    assert_same,
+    build,
+    count_preemptions,
+    generate,
+    runner_of,
+    stats_of,
+    switching_off_and_on,
+)
+from tests.integrations.vllm.test_tensor_parallel import two_ranks
+from tests.launches import Kernel, recorded_variants
+from tests.runners.adaptive import IS_SUPPORTED, as_on_a_gpu, rising, set_costs
+
+adaptive_verification = pytest.importorskip("vllm.v1.worker.gpu.spec_decode.adaptive_verification")
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not IS_SUPPORTED, reason="vLLM 0.31 is the first with what we need"),
+]
+
+K = 7
+COSTS = {
+    "flat": lambda num_tokens: 1.0,
+    "rising": rising,
+    "steep": lambda num_tokens: float(num_tokens),
+    "knee": lambda num_tokens: 10.0 + max(0, num_tokens - 12),
+}
+"""Milliseconds of a step by its tokens."""
+OPTIONS = {"drafter": "device", "drafter_options": {"max_resident_tokens": 4096}}
+OURS = {name for module in (kernel, kernels) for name, value in vars(module).items() if isinstance(value, Kernel)}
+
+
+def options(k=K):
+    return {"max_num_seqs": 6, **engine_kwargs(num_speculative_tokens=k, **OPTIONS)}
+
+
+def build_adaptive(model, cost="rising", k=K, **engine):
+    with as_on_a_gpu():
+        llm = build(model, **{**options(k), **engine})
+    set_costs(runner_of(llm), COSTS[cost])
+    return llm
+
+
+def kept_and_scheduled(llm, monkeypatch):
+    """A list that gets, for each step with drafts, (draft tokens that are verified, scheduled ones)."""
+    decisions, manager = [], runner_of(llm).adaptive_verification
+    decide = manager.get_num_tokens
+
+    def get_num_tokens(num_tokens_per_req, draft_tokens):
+        num_tokens = decide(num_tokens_per_req, draft_tokens)
+        decisions.append((manager._batch_budget[2], sum(map(len, draft_tokens.values()))))
+        return num_tokens
+
+    monkeypatch.setattr(manager, "get_num_tokens", get_num_tokens)
+    return decisions
+
+
+def requests(count):
+    """(prompts, params) of requests that ask for many things, some with long prompts."""
+    rng = np.random.default_rng(0)
+    prompts = [
+        [1, *rng.integers(4, 24, int(rng.integers(3, 40))).tolist()] if i % 2 else [1, 4 + i % 3, 9]
+        for i in range(count)
+    ]
+    params = [
+        SamplingParams(
+            temperature=(0.0, 0.6, 1.0)[i % 3],
+            top_k=5 if i % 5 == 2 else 0,
+            max_tokens=5 + 3 * i % 31,
+            seed=i,
+            ignore_eos=i % 4 != 0,
+            logprobs=(0, 2, 1)[i % 3],
+            min_tokens=(0, 3)[i % 2],
+            repetition_penalty=(1.0, 1.2)[i % 2],
+            stop_token_ids=[7] if i % 5 == 0 else None,
+            prompt_logprobs=1 if i == 3 else None,
+        )
+        for i in range(count)
+    ]
+    return prompts, params
+
+
+def test_drafts_are_cut_where_attention_allows_it(tiny_model, off, reference_model, monkeypatch):
+    llm = build_adaptive(tiny_model)
+    config = llm.llm_engine.vllm_config.speculative_config
+    assert config.enable_adaptive_verification
+    assert config.num_speculative_tokens_per_batch_size is None, "no schedule by the number of requests beside it"
+    decisions = kept_and_scheduled(llm, monkeypatch)
+    prompts, params = requests(8)
+    plain = generate(off, params, prompts)
+    for _ in range(2):
+        assert_same(generate(llm, params, prompts), plain, prompts, params, reference_model)
+    kept, scheduled = np.sum(decisions, 0)
+    assert 0 < kept < 0.7 * scheduled
+    stats = stats_of(llm)
+    assert stats["accepted_tokens"] > 20
+    assert stats["accepted_tokens"] > 0.5 * stats["draft_tokens"], "what is kept is mostly right"
+    assert llm.collective_rpc("rollout_spec", args=("report",))[0]["is_adaptive"]
+
+
+@pytest.mark.parametrize(
+    "cost", [pytest.param(name, marks=() if name == "rising" else pytest.mark.exhaustive) for name in COSTS]
+)
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param({}, id="whole"),
+        pytest.param({"k": 1}, id="one"),
+        pytest.param({"max_num_seqs": 2}, id="few"),
+        pytest.param({"max_num_batched_tokens": 20}, id="chunked"),
+        pytest.param({"block_size": 32, "num_gpu_blocks_override": 7, "enable_prefix_caching": False}, id="preempted"),
+    ],
+)
+def test_rollouts_do_not_change(tiny_model, off, reference_model, monkeypatch, cost, engine):
+    """Whatever steps cost: prompts in chunks, preemptions, more requests than places, switched off and on."""
+    llm = build_adaptive(tiny_model, cost, **engine)
+    preempted, decisions = count_preemptions(llm), kept_and_scheduled(llm, monkeypatch)
+    prompts, params = requests(14)
+    plain = generate(off, params, prompts)
+    for _ in range(3):
+        assert_same(generate(llm, params, prompts), plain, prompts, params, reference_model)
+    switched = switching_off_and_on(llm, params, prompts, [range(3, 8), range(15, 20)])
+    assert_same(switched, plain, prompts, params, reference_model)
+    runner_of(llm).speculator.drafter.check_integrity()
+    assert bool(preempted) == ("block_size" in engine)
+    kept, scheduled = np.sum(decisions, 0)
+    assert 0 < kept < scheduled
+    assert stats_of(llm)["accepted_tokens"] > 30
+
+
+def refuse_lora(config):
+    if config.speculative_config.enable_adaptive_verification:
+        raise ValueError("not with LoRA")
+
+
+@pytest.mark.parametrize("refusal", ["LoRA", "Flash", "no CUDA graphs"])
+def test_k_follows_the_number_of_requests_where_vllm_refuses(tiny_model, monkeypatch, refusal):
+    """That is asked once, and what vLLM has made of attention with it is made again."""
+    said = []
+    monkeypatch.setattr(adaptive, "say", said.append)
+    with as_on_a_gpu():
+        if refusal == "LoRA":
+            monkeypatch.setattr(VllmConfig, "_validate_adaptive_verification", refuse_lora)
+        elif refusal == "Flash":
+            check = "get_varlen_cudagraph_unsupported_backend"
+            monkeypatch.setattr(adaptive_verification, check, lambda *args, **options: ("Flash", None))
+        else:
+            monkeypatch.setattr(cudagraph_utils.CudaGraphManager, "needs_capture", lambda self: False)
+        llm = build(tiny_model, **options())
+    runner, config = runner_of(llm), llm.llm_engine.vllm_config.speculative_config
+    assert runner.adaptive_verification is None
+    assert not runner.sampler.enable_adaptive_verification
+    assert not config.enable_adaptive_verification
+    assert config.num_speculative_tokens_per_batch_size == step_sizes.affordable_ranges(K)
+    assert llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup is not None
+    (sentence,) = said
+    assert refusal in sentence
+    prompts, params = requests(4)
+    generate(llm, params, prompts)
+    assert not llm.collective_rpc("rollout_spec", args=("report",))[0]["is_adaptive"]
+    assert stats_of(llm)["draft_tokens"] > 0
+
+
+def test_a_schedule_of_the_user_s_own_and_no_budget_are_kept(tiny_model):
+    with as_on_a_gpu():
+        proposer = {"model": PROPOSER_PATH, "num_speculative_tokens": K}
+        ranges = step_sizes.affordable_ranges(K)  # ours, but chosen
+        ranges = {**proposer, "num_speculative_tokens_per_batch_size": ranges}
+        for changed in ({"speculative_config": ranges}, engine_kwargs(**OPTIONS, budget=False)):
+            llm = build(tiny_model, **{**options(), **changed})
+            assert runner_of(llm).adaptive_verification is None
+
+
+@pytest.mark.parametrize("max_num_seqs", [512, 513])
+def test_many_requests_have_no_drafts(max_num_seqs):
+    speculative = SimpleNamespace(num_speculative_tokens=4, num_speculative_tokens_per_batch_size=[(1, 9, 3)])
+    config = SimpleNamespace(
+        speculative_config=speculative, scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs)
+    )
+    adaptive.settle_schedule(config, lambda: [{"is_adaptive": True}])
+    assert speculative.num_speculative_tokens_per_batch_size == [(1, 9, 3)], "it is not ours"
+    setattr(speculative, OUR_SCHEDULE, True)
+    adaptive.settle_schedule(config, lambda: [{"is_adaptive": True}, {"is_adaptive": False}])
+    assert speculative.num_speculative_tokens_per_batch_size == [(1, 9, 3)]
+    adaptive.settle_schedule(config, lambda: [{"is_adaptive": True}])
+    ranges = speculative.num_speculative_tokens_per_batch_size
+    if max_num_seqs == 512:
+        assert ranges is None
+    else:
+        of_batch = build_dynamic_sd_schedule_lookup(ranges, max_num_seqs, 4)
+        assert of_batch[1:] == [4] * 512 + [0]
+
+
+def test_vllm_measures_drafting_and_nothing_is_compiled_after_that(tiny_model, monkeypatch):
+    """Neither our kernels nor what cuts drafts, of which PyTorch compiles a variant for 1 and one for more.
+
+    What is measured are tokens that experts would see: no padding, and not all the same.
+    """
+    llm = build_adaptive(tiny_model)
+    runner, drafter = runner_of(llm), runner_of(llm).speculator.drafter
+    variants, cut = set(), adaptive_verification._assign_draft_token_budget_compiled
+
+    def assign(confidences, requests, capacities, num_kept, k):
+        variants.add((min(requests.numel(), 2), min(num_kept, 2)))
+        assert requests.dtype == capacities.dtype == torch.int32
+        return cut(confidences, requests, capacities, num_kept, k)
+
+    monkeypatch.setattr(adaptive_verification, "_assign_draft_token_budget_compiled", assign)
+    measured, propose = [], runner.speculator.propose
+
+    def propose_and_note(input_batch, *args, **more):
+        measured.append((input_batch.is_padding.tolist(), input_batch.input_ids.tolist()))
+        return propose(input_batch, *args, **more)
+
+    monkeypatch.setattr(runner.speculator, "propose", propose_and_note)
+    looked_up, look_up = [], drafter.look_up
+    monkeypatch.setattr(drafter, "look_up", lambda slots, *args: looked_up.append(len(slots)) or look_up(slots, *args))
+    with recorded_variants() as compiled, runner.rollout_spec.warm_up(), torch.inference_mode():
+        runner.rollout_spec.compile_kernels()
+        runner._dummy_run(4)  # compiles the drafter's
+        runner.speculator.capture()
+        for batch in runner.adaptive_verification.batches_to_profile([1, 4, 6]):
+            runner._dummy_run(**batch)
+        runner._dummy_run(2)
+    assert set(looked_up[1:]) >= {1, 4, 6}
+    assert stats_of(llm)["request_steps"] == 0
+    padding, token_ids = zip(*measured, strict=True)
+    assert all(padding[0])
+    assert all(padding[-1]), "vLLM's own are padding again"
+    assert not any(map(any, padding[1:-1]))
+    assert any(len(set(ids)) > 2 for ids in token_ids[1:-1])
+    warm = set(variants)
+    with recorded_variants() as launched:
+        for count in (8, 1, 2):
+            prompts, params = requests(count)
+            generate(llm, params, prompts)
+    assert not {variant for variant in launched - compiled if variant[0] in OURS}
+    assert variants == warm == set(itertools.product((1, 2), repeat=2))
+
+
+@pytest.mark.exhaustive
+def test_two_ranks_cut_alike_and_their_scheduler_hears_of_it(tiny_model, off, reference_model, monkeypatch):
+    """The scheduler is in another process than the workers."""
+    root = Path(__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(root / "tests" / "gpu_stand_in"), str(root))))
+    extension = {"worker_extension_cls": "tests.runners.adaptive_worker.Extension"}
+    with as_on_a_gpu(), two_ranks(tiny_model, **options(), **extension) as llm:
+        assert llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup is None
+        llm.collective_rpc("let_costs_rise")
+        prompts, params = requests(8)
+        plain = generate(off, params, prompts)
+        for _ in range(3):
+            assert_same(generate(llm, params, prompts), plain, prompts, params, reference_model)
+        first, second = llm.collective_rpc("rollout_spec", args=("report",))
+    assert first["is_adaptive"]
+    assert second["is_adaptive"]
+    names = "draft_tokens", "accepted_tokens", "drafted_per_position", "accepted_per_position"
+    assert [first["stats"][name] for name in names] == [second["stats"][name] for name in names]
+    assert first["sources"] == second["sources"]
+    assert 20 < first["stats"]["accepted_tokens"] < first["stats"]["draft_tokens"] < 0.7 * K * 30 * 8
