@@ -81,7 +81,7 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
     if config is not None:
         need_all_hooks()
         if config.drafter == AUTO:
-            return dataclasses.replace(config, drafter=_best_drafter(vllm_config, config))
+            return dataclasses.replace(config, **_best_drafter(vllm_config, config))
     return config
 
 
@@ -141,7 +141,7 @@ def settle(vllm_config: Any, config: RolloutSpecConfig) -> None:
     if not isinstance(additional, dict):  # vLLM takes objects, too
         return
     ours = additional.get(CONFIG_KEY) or config.to_dict()
-    settled = {"drafter": config.drafter, "num_speculative_tokens": config.num_speculative_tokens}
+    settled = {name: getattr(config, name) for name in ("drafter", "drafter_options", "num_speculative_tokens")}
     vllm_config.additional_config = {**additional, CONFIG_KEY: {**ours, **settled}}
 
 
@@ -181,14 +181,26 @@ def repeats_seeds(vllm_config: Any) -> bool:
 # -- the drafter that `"auto"` stands for ----------------------------------------------------------------------------
 
 
-def _best_drafter(vllm_config: Any, config: RolloutSpecConfig) -> str:
-    """On GPUs the device's drafter, where vLLM lets K follow the number of requests and texts take little memory."""
-    if not vllm_config.use_v2_model_runner:
-        return "history"
-    if has_model_drafter(vllm_config):
-        return "device"
-    pays = has_gpu() and config.budget and has_options("device", config.drafter_options)
-    return "device" if pays and _follows_batch_size(vllm_config) and _fits_on_device(vllm_config, config) else "history"
+def _best_drafter(vllm_config: Any, config: RolloutSpecConfig) -> dict[str, Any]:
+    """On GPUs the device's drafter, where vLLM lets K follow the number of requests and texts take little memory.
+
+    Features are eight ninths of a text's memory: where they do not fit, the device's drafter does without them.
+
+    Returns:
+        `drafter` and `drafter_options`.
+    """
+    options = config.drafter_options
+    on_device = {"drafter": "device", "drafter_options": options}
+    if vllm_config.use_v2_model_runner and has_model_drafter(vllm_config):
+        return on_device
+    pays = vllm_config.use_v2_model_runner and has_gpu() and config.budget and has_options("device", options)
+    if pays and _follows_batch_size(vllm_config):
+        if _fits_on_device(vllm_config, options):
+            return on_device
+        less = {"features": False, **options}
+        if _fits_on_device(vllm_config, less):
+            return {"drafter": "device", "drafter_options": less}
+    return {"drafter": "history", "drafter_options": options}
 
 
 def _follows_batch_size(vllm_config: Any) -> bool:
@@ -202,9 +214,8 @@ def _follows_batch_size(vllm_config: Any) -> bool:
     return is_asynchronous and vllm_config.parallel_config.data_parallel_size == 1
 
 
-def _fits_on_device(vllm_config: Any, config: RolloutSpecConfig) -> bool:
+def _fits_on_device(vllm_config: Any, options: Mapping[str, Any]) -> bool:
     """Whether the texts of all requests and of their history would take little of the device's memory."""
-    options = config.drafter_options
     tokens = vllm_config.scheduler_config.max_num_seqs * vllm_config.model_config.max_model_len
     tokens += options.get("max_resident_tokens", MAX_RESIDENT_TOKENS)
     num_bytes = tokens * (4 + 8 * FEATURE_WORDS * bool(options.get("features", True))) + MAX_INDEX_BYTES
@@ -440,6 +451,8 @@ def describe_engine(vllm_config: Any, config: RolloutSpecConfig) -> str:
         parts.append(f"history in {config.history_dir}" if config.history_dir else "history ends with the engine")
         if config.drafts_on_host or not is_adaptive:
             lacks.append("asynchronous scheduling" if config.drafts_on_host else "a budget")
+        if config.drafts_on_device and not config.drafter_options.get("features", True):
+            lacks.append("drafts chosen by what the target saw")
         if config.verify == "rejection":
             lacks.append("rollouts that do not depend on drafts")
     else:

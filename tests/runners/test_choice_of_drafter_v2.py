@@ -46,8 +46,9 @@ def make(tiny_model, monkeypatch):
         ({"v2": False}, "history"),
         ({"data_parallel_size": 2}, "history"),
         ({"async_scheduling": False}, "history"),
-        ({"most_bytes": 1 << 27}, "history"),
-        ({"gigabytes": 5}, "history"),
+        ({"most_bytes": 1 << 26}, "history"),
+        ({"gigabytes": 2}, "history"),
+        ({"most_bytes": 1 << 27, "options": {"drafter_options": {"features": True}}}, "history"),
         ({"most_bytes": 1 << 27, "options": {"drafter_options": {"features": False}}}, "device"),
         ({"most_bytes": 1 << 27, "options": {"drafter_options": {"max_resident_tokens": 100_000}}}, "device"),
         ({"options": {"budget": False}}, "history"),
@@ -63,6 +64,15 @@ def test_the_drafter_of_an_engine(make, situation, expected):
     check_engine(vllm_config, config)
     assert vllm_config.scheduler_config.async_scheduling is (expected == "device")
     assert (vllm_config.speculative_config.num_speculative_tokens_per_batch_size is not None) is (expected == "device")
+
+
+@pytest.mark.parametrize("most_bytes", [1 << 28, 1 << 27])
+def test_where_features_do_not_fit_the_device_drafts_without_them(make, most_bytes):
+    vllm_config = pickle.loads(pickle.dumps(make(most_bytes=most_bytes)))
+    config, fits = config_of(vllm_config), most_bytes > 1 << 27
+    assert config.drafter == "device"
+    assert config.drafter_options == ({} if fits else {"features": False})
+    assert ("what the target saw" in engine_config.describe_engine(vllm_config, config)) == (not fits)
 
 
 def test_an_engine_keeps_its_drafter_when_its_configuration_is_completed_again(make):
