@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rollout_spec.integrations.vllm import compat
-from rollout_spec.integrations.vllm.config import OUR_SCHEDULE, say
+from rollout_spec.integrations.vllm.config import OUR_SCHEDULE, say, shown_ranges
 from rollout_spec.integrations.vllm.step_sizes import MEASURED_CONTEXT
 
 MOST_REQUESTS = 512
@@ -31,20 +31,21 @@ def initialize_kv_cache(runner: Any, initialize: Callable[[], Any]) -> Any:
         initialize: vLLM's method.
     """
     vllm_config = runner.vllm_config
-    if not hasattr(vllm_config.speculative_config, OUR_SCHEDULE):
+    if not getattr(vllm_config.speculative_config, OUR_SCHEDULE, False):
         return initialize()
     _switch(runner, on=True)
     try:
         compat.check_adaptive_verification(vllm_config)
-        result = initialize()
-        if not runner.cudagraph_manager.needs_capture():
-            raise ValueError("there are no CUDA graphs whose time it could measure")
-        return result
+        return initialize()
     except ValueError as error:  # vLLM says so of LoRA, of attention kernels, of engines without graphs of whole steps
         _switch(runner, on=False)
-        delattr(vllm_config.speculative_config, OUR_SCHEDULE)  # vLLM comes here once more after it has profiled memory
+        object.__setattr__(vllm_config.speculative_config, OUR_SCHEDULE, False)  # vLLM may come here once more
         if vllm_config.parallel_config.rank == 0:
-            say(f"rollout_spec: K follows the number of requests, as vLLM cannot cut drafts on the device: {error}")
+            ranges = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+            say(
+                f"rollout_spec: all requests of a step have equally many draft tokens, at most {shown_ranges(ranges)}, "
+                f"as vLLM cannot cut drafts on the device here: {str(error).partition('. ')[0]}"
+            )
         return initialize()
 
 
@@ -60,15 +61,42 @@ def settle_schedule(vllm_config: Any, ask_workers: Callable[[], list[dict[str, A
     Args:
         vllm_config: That of the engine's core, which in-process workers share.
         ask_workers: Gives the report of each.
+
+    Raises:
+        RuntimeError: ranks differ.
     """
     speculative = vllm_config.speculative_config
-    if not hasattr(speculative, OUR_SCHEDULE) or not all(report["is_adaptive"] for report in ask_workers()):
+    if not getattr(speculative, OUR_SCHEDULE, False):
         return
-    k = speculative.num_speculative_tokens
-    ranges = [(1, MOST_REQUESTS, k), (MOST_REQUESTS + 1, MOST_REQUESTS + 1, 0)]
-    has_more = vllm_config.scheduler_config.max_num_seqs > MOST_REQUESTS
+    answers = {report["is_adaptive"] for report in ask_workers()}
+    if len(answers) > 1:
+        raise RuntimeError("rollout_spec: some tensor-parallel ranks cut drafts on the device and others do not")
+    if answers == {False}:
+        return
+    k, scheduler = speculative.num_speculative_tokens, vllm_config.scheduler_config
+    ranges = whole_ranges(k, scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens)
+    has_more = scheduler.max_num_seqs > ranges[0][1]
     speculative.num_speculative_tokens_per_batch_size = ranges if has_more else None
+    speculative.enable_adaptive_verification = True
     say(f"rollout_spec: of up to {k} draft tokens of each request as many are verified as pay by vLLM's measured costs")
+
+
+def whole_ranges(num_speculative_tokens: int, max_step_tokens: int) -> list[tuple[int, int, int]]:
+    """K by the number of requests, before drafts are cut: vLLM's scheduler needs room for all of each.
+
+    Args:
+        max_step_tokens: Of those that the scheduler plans.
+
+    Returns:
+        (first, last, K) of ranges of requests, rising; K of the last one is 0.
+    """
+    ranges, first = [], 1
+    for k in (num_speculative_tokens, *(k for k in (3, 1) if k < num_speculative_tokens)):
+        last = min(MOST_REQUESTS, max_step_tokens // (k + 1))
+        if last >= first:
+            ranges.append((first, last, k))
+            first = last + 1
+    return [*ranges, (first, first, 0)]
 
 
 def prepare_to_measure(runner: Any) -> None:
@@ -82,7 +110,7 @@ def prepare_to_measure(runner: Any) -> None:
     for num_requests in {1, min(2, runner.max_num_reqs)}:
         requests = torch.arange(num_requests, dtype=torch.int32, device=runner.device)
         capacities = manager._batch_draft_capacity[:num_requests]
-        for num_kept in {1, min(2, manager.num_speculative_steps)}:
+        for num_kept in {1, min(2, num_requests * manager.num_speculative_steps)}:
             capacities.fill_(manager.num_speculative_steps)
             adaptive_verification._assign_draft_token_budget_compiled(
                 manager._confidence_probs, requests, capacities, num_kept, manager.num_speculative_steps

@@ -102,7 +102,22 @@ def check_adaptive_verification(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ValueError("context parallelism")
+    sizes, speculative = vllm_config.compilation_config.cudagraph_capture_sizes, vllm_config.speculative_config
+    most = vllm_config.scheduler_config.max_num_seqs * (speculative.num_speculative_tokens + 1)
+    if min(sizes or [most + 1]) > most:
+        raise ValueError("there are no CUDA graphs of whole steps whose time it could measure")
     vllm_config._validate_adaptive_verification()
+
+
+def num_experts_per_token(model_config: Any) -> int:
+    """How many experts a token of a mixture of experts uses; 0 where it is not known.
+
+    From 0.31 on vLLM knows all names. With 0.31 as the oldest version, call its method.
+    """
+    if hasattr(model_config, "get_num_experts_per_tok"):
+        return int(model_config.get_num_experts_per_tok() or 0)
+    used = getattr(model_config.hf_text_config, "num_experts_per_tok", 0)
+    return used if isinstance(used, int) else 0
 
 
 # -- the front end ---------------------------------------------------------------------------------------------------

@@ -42,7 +42,8 @@ MODELS = "models"
 MARK = "_rollout_spec"
 """Attribute set on our engines' `speculative_config`, for checks that get only that."""
 OUR_SCHEDULE = "_rollout_spec_schedule"
-"""Attribute set on a `speculative_config` whose `num_speculative_tokens_per_batch_size` we have chosen."""
+"""Attribute set on a `speculative_config` whose `num_speculative_tokens_per_batch_size` is ours: whether vLLM may cut
+drafts on the device instead, as far as is known."""
 MAX_DEVICE_BYTES, MAX_DEVICE_SHARE = 2 << 30, 0.025
 """The most memory for texts with which `"auto"` drafts on the device, and the most of the device's."""
 
@@ -165,12 +166,10 @@ def is_recurrent(vllm_config: Any) -> bool:
 
 
 def share_of_experts(vllm_config: Any) -> float:
-    """How many of its experts a token of the model uses, of all; 1 for a dense model."""
+    """How many of its experts a token of the model uses, of all; 1 for a dense model, or where it is not known."""
     model = vllm_config.model_config
-    if not model.is_moe:
-        return 1.0
-    used = getattr(model.hf_text_config, "num_experts_per_tok", None) or 1
-    return float(min(used / model.get_num_experts(), 1.0))
+    used = compat.num_experts_per_token(model) if model.is_moe else 0
+    return min(used / model.get_num_experts(), 1.0) if used else 1.0
 
 
 def repeats_seeds(vllm_config: Any) -> bool:
@@ -430,26 +429,30 @@ def say(message: str) -> None:
     logging.getLogger("vllm.plugins.rollout_spec").info("%s", message)
 
 
+def shown_ranges(ranges: Iterable[tuple[int, int, int]]) -> str:
+    """A schedule of K by the number of requests, in words."""
+    return ", ".join(f"{k} from {first} request{'s' * (first > 1)} on" for first, _, k in ranges)
+
+
 def describe_engine(vllm_config: Any, config: RolloutSpecConfig) -> str:
     """What speculation an engine has, and what it lacks, in one line. `vllm_config` is complete."""
     parts, lacks = [], []
     if config.speculation:
         speculative = vllm_config.speculative_config
-        is_adaptive = hasattr(speculative, OUR_SCHEDULE)
-        ranges = () if is_adaptive else getattr(speculative, "num_speculative_tokens_per_batch_size", None) or ()
+        is_measured = hasattr(speculative, OUR_SCHEDULE)
+        ranges = () if is_measured else getattr(speculative, "num_speculative_tokens_per_batch_size", None) or ()
         most = max((k for _, _, k in ranges), default=config.max_draft_tokens)
-        k = [f"up to {most} draft tokens per request and step"]
-        k += [f"{fewer} from {first} requests on" for first, _, fewer in ranges[1:]]
+        k = [f"up to {most} draft tokens per request and step", *([shown_ranges(ranges)] if ranges else [])]
         model = f" and the model of {speculative.method!r}" if has_model_drafter(vllm_config) else ""
         parts.append(f"{', '.join(k)}, drafted by {config.drafter!r}{model}")
         if config.budget and config.drafts_on_host:
             parts.append("a budget decides how many are verified")
-        elif is_adaptive:
-            parts.append("how many are verified follows from measured costs, or else from the number of requests")
+        elif is_measured:
+            parts.append("how many are verified follows from measured costs")
         else:
             parts.append("all are verified")
         parts.append(f"history in {config.history_dir}" if config.history_dir else "history ends with the engine")
-        if config.drafts_on_host or not is_adaptive:
+        if config.drafts_on_host or not is_measured:
             lacks.append("asynchronous scheduling" if config.drafts_on_host else "a budget")
         if config.drafts_on_device and not config.drafter_options.get("features", True):
             lacks.append("drafts chosen by what the target saw")

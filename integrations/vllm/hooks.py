@@ -179,6 +179,26 @@ def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: A
     return result
 
 
+def init_scheduler(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Where our schedule is read, let K follow from what steps take, too."""
+    original(self, *args, **kwargs)
+    speculative = self.vllm_config.speculative_config
+    if hasattr(speculative, OUR_SCHEDULE) and not compat.verifies_adaptively(speculative):
+        from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule, warm_up
+
+        warm_up()
+        sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or ()
+        self.dynamic_sd_lookup = MeasuredSchedule(self.dynamic_sd_lookup, sizes)
+
+
+def update_from_output(original: Callable[..., Any], self: Any, scheduler_output: Any, output: Any) -> Any:
+    """Tell our schedule what a step did."""
+    observe = getattr(self.dynamic_sd_lookup, "observe_output", None)
+    if observe is not None:
+        observe(scheduler_output, output)
+    return original(self, scheduler_output, output)
+
+
 # -- workers; CPUWorker inherits from Worker -------------------------------------------------------------------------
 
 
@@ -395,7 +415,8 @@ def initialize_kv_cache_v2(original: Callable[..., Any], self: Any, *args: Any, 
     compilation = self.vllm_config.compilation_config
     had_whole_steps = compilation.cudagraph_mode.has_full_cudagraphs()
     result = initialize_kv_cache(self, initialize)
-    if had_whole_steps and not compilation.cudagraph_mode.has_full_cudagraphs():
+    is_first = self.vllm_config.parallel_config.rank == 0
+    if is_first and had_whole_steps and not compilation.cudagraph_mode.has_full_cudagraphs():
         say(
             "rollout_spec: beside drafts this attention backend leaves vLLM no CUDA graphs of whole steps, not even of "
             "those without drafts: try another one (--attention-backend), or compare with speculation=False"

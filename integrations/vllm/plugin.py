@@ -45,6 +45,7 @@ def _wrapped(original: Any, function: Callable[..., Any]) -> Any:
 
 _config = "vllm.config.vllm", "VllmConfig"
 _inputs = "vllm.v1.engine.input_processor", "InputProcessor"
+_scheduler = "vllm.v1.core.sched.scheduler", "Scheduler"
 _runner_v1 = "vllm.v1.worker.gpu_model_runner", "GPUModelRunner"
 _runner_v2 = "vllm.v1.worker.gpu.model_runner", "GPUModelRunner"
 _worker = "vllm.v1.worker.gpu_worker", "Worker"
@@ -62,6 +63,8 @@ HOOKS = (
     Hook("vllm.v1.engine.llm_engine", "LLMEngine", "__init__", hooks.init_engine),
     Hook("vllm.v1.engine.async_llm", "AsyncLLM", "__init__", hooks.init_engine),
     Hook("vllm.v1.engine.core", "EngineCore", "_initialize_kv_caches", hooks.initialize_kv_caches),
+    Hook(*_scheduler, "__init__", hooks.init_scheduler),
+    Hook(*_scheduler, "update_from_output", hooks.update_from_output),
     Hook(*_runner_v1, "__init__", hooks.init_runner),
     Hook(*_runner_v1, "execute_model", hooks.execute_model),
     Hook(*_runner_v1, "sample_tokens", hooks.sample_tokens),

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollout_spec.integrations.vllm import compat
+from rollout_spec.integrations.vllm.config import OUR_SCHEDULE
 
 LARGEST = 2048
 """Larger steps keep a GPU busy for longer than launching their kernels takes, and their graphs would need memory."""
@@ -74,7 +75,7 @@ def affordable_ranges(
     if share_of_experts < 1:
         max_tokens = int(max_tokens * max(1.0, OTHER_WEIGHTS / share_of_experts))
         first += int(math.log(UNREAD_EXPERTS) / math.log(1 - share_of_experts))
-        ranges.append((1, first - 1, 0))
+        ranges += [(1, first - 1, 0)] if first > 1 else []
     width = 1 << (num_speculative_tokens + 1).bit_length() - 1
     while width > 1:
         last = max_tokens // width
@@ -129,43 +130,56 @@ def add_graphs(vllm_config: Any, set_sizes: Callable[[], None]) -> str | None:
 
 
 def choose_graphs(runner: Any, *, drafts_on_host: bool) -> None:
-    """Let V2's whole decode steps replay CUDA graphs if requests have drafts of different lengths, or none.
+    """Let V2's whole decode steps replay CUDA graphs whatever the lengths of their drafts.
 
-    vLLM captures those in which each has K draft tokens. A drafter on the host gives each request as many as are worth
-    verifying, and the kernels of all other steps' attention would be launched one by one.
+    vLLM captures those in which each request has K draft tokens, by number of requests where there is a schedule. A
+    drafter on the host gives each request as many as are worth verifying, our schedule all of them fewer at times, and
+    the kernels of all other steps' attention would be launched one by one.
 
     Args:
         runner: vLLM's, which has chosen what it will capture.
     """
     manager, vllm_config = runner.cudagraph_manager, runner.vllm_config
+    speculative = vllm_config.speculative_config
+    if compat.cuts_drafts(runner):  # each of vLLM's graphs takes any lengths then
+        return
     takes_any_lengths = drafts_on_host and compat.replays_any_lengths(runner)
-    if drafts_on_host:
-        if takes_any_lengths:
-            manager.varlen_decode = True
-        elif vllm_config.scheduler_config.max_num_seqs > 1:
-            manager.vllm_config = _with_undrafted_steps(vllm_config)
-        manager._candidates, manager._capture_descs = {}, {}
-        manager._init_candidates()
-        manager.vllm_config = vllm_config
-    if not (takes_any_lengths or compat.cuts_drafts(runner)):
-        if not drafts_on_host:
-            _drop_graphs_of_no_step(manager)
+    if takes_any_lengths:
+        manager.varlen_decode = True
+    elif drafts_on_host:
+        manager.vllm_config = _with_steps_of(vllm_config, [0, speculative.num_speculative_tokens])
+    elif hasattr(speculative, OUR_SCHEDULE):
+        ranges = speculative.num_speculative_tokens_per_batch_size
+        manager.vllm_config = _with_steps_of(vllm_config, sorted({k for _, _, k in ranges}))
+    manager._candidates, manager._capture_descs = {}, {}
+    manager._init_candidates()
+    manager.vllm_config = vllm_config
+    if not drafts_on_host:
+        _drop_graphs_of_no_step(manager)
+    if not takes_any_lengths:
         _find_nearest_graphs(manager)
 
 
-def _with_undrafted_steps(vllm_config: Any) -> Any:
-    """A copy for which vLLM captures steps without drafts, too, as a schedule of K by batch size may ask for them."""
+def _with_steps_of(vllm_config: Any, ks: Sequence[int]) -> Any:
+    """A copy for which vLLM captures the steps of each K, as a schedule of K by batch size may ask for them.
+
+    Args:
+        ks: Rising. Of more than there can be requests, the largest ones.
+    """
     changed, speculative = copy.copy(vllm_config), copy.copy(vllm_config.speculative_config)
-    schedule = [(1, 1, 0), (2, vllm_config.scheduler_config.max_num_seqs, speculative.num_speculative_tokens)]
+    most = vllm_config.scheduler_config.max_num_seqs
+    schedule = [(n, n, k) for n, k in enumerate(ks[-most:], 1)]
+    schedule[-1] = (schedule[-1][0], most, ks[-1])
     speculative.num_speculative_tokens_per_batch_size = schedule
     changed.speculative_config = speculative
     return changed
 
 
 def _drop_graphs_of_no_step(manager: Any) -> None:
-    """Where K follows the number of requests, capture only what some number of requests replays.
+    """Where K follows the number of requests, capture only what some number of requests can replay.
 
-    vLLM would capture every size for each K that occurs.
+    vLLM would capture every size for each K that occurs. A step may have a lower K than its number of requests allows
+    (`measured_schedule.py`), never a higher one.
     """
     from vllm.config import CUDAGraphMode
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
@@ -176,14 +190,13 @@ def _drop_graphs_of_no_step(manager: Any) -> None:
         return
     max_num_seqs = manager.vllm_config.scheduler_config.max_num_seqs
     k_of_batch = build_dynamic_sd_schedule_lookup(ranges, max_num_seqs, speculative.num_speculative_tokens)
-    used: set[tuple[int | None, int]] = set()
-    for num_requests in range(1, max_num_seqs + 1):
-        width = k_of_batch[num_requests] + 1
-        sizes = [desc.num_reqs for desc in whole if desc.uniform_token_count == width and desc.num_reqs >= num_requests]
-        if sizes:
-            used.add((width, min(sizes)))
+    largest: dict[int | None, int] = {}  # by tokens per request, so many requests
+    for width in {desc.uniform_token_count for desc in whole} - {None}:
+        most = max((n for n in range(1, max_num_seqs + 1) if k_of_batch[n] >= width - 1), default=0)
+        sizes = [desc.num_reqs for desc in whole if desc.uniform_token_count == width and desc.num_reqs >= most]
+        largest[width] = min(sizes, default=most)
     manager._capture_descs[CUDAGraphMode.FULL] = [
-        desc for desc in whole if desc.uniform_token_count is None or (desc.uniform_token_count, desc.num_reqs) in used
+        desc for desc in whole if desc.uniform_token_count is None or desc.num_reqs <= largest[desc.uniform_token_count]
     ]
 
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import pytest
 import vllm
-from vllm.config import VllmConfig
 
+from rollout_spec.integrations.vllm import compat
 from tests.integrations.engines import IS_V2
 
 IS_SUPPORTED = IS_V2 and vllm.__version_tuple__[:2] >= (0, 31)
@@ -16,12 +16,11 @@ IS_SUPPORTED = IS_V2 and vllm.__version_tuple__[:2] >= (0, 31)
 @contextmanager
 def as_on_a_gpu():
     """Build engines inside. How drafts are cut is vLLM's own code, and when it can cut them is not asked."""
-    from vllm.v1.worker.gpu import cudagraph_utils, model_runner
+    from vllm.v1.worker.gpu import model_runner
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VllmConfig, "_validate_adaptive_verification", lambda self: None)
-        patch.setattr(cudagraph_utils.CudaGraphManager, "needs_capture", lambda self: True)
+        patch.setattr(compat, "check_adaptive_verification", lambda vllm_config: None)
         patch.setattr(model_runner, "resolve_adaptive_cudagraph_mode", lambda mode, **options: mode)
         for name in ("get_varlen_cudagraph_unsupported_backend", "get_query_lens_mismatch_unsupported_backend"):
             patch.setattr(adaptive_verification, name, lambda *args, **options: None)

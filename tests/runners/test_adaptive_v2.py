@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from pathlib import Path
@@ -11,15 +12,13 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.config import VllmConfig
-from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
-from vllm.v1.worker.gpu import cudagraph_utils
 
 from rollout_spec import engine_kwargs
 from rollout_spec.config import PROPOSER_PATH
 from rollout_spec.drafters.device import kernels
-from rollout_spec.integrations.vllm import adaptive, step_sizes
+from rollout_spec.integrations.vllm import adaptive, compat, step_sizes
 from rollout_spec.integrations.vllm.config import OUR_SCHEDULE
+from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 from rollout_spec.verify import kernel
 from tests.integrations.engines import (
     assert_same,
@@ -152,36 +151,34 @@ def test_rollouts_do_not_change(tiny_model, off, reference_model, monkeypatch, c
 
 
 def refuse_lora(config):
-    if config.speculative_config.enable_adaptive_verification:
-        raise ValueError("not with LoRA")
+    raise ValueError("not with LoRA. Do something else")
 
 
-@pytest.mark.parametrize("refusal", ["LoRA", "Flash", "no CUDA graphs"])
-def test_k_follows_the_number_of_requests_where_vllm_refuses(tiny_model, monkeypatch, refusal):
+@pytest.mark.parametrize("refusal", ["LoRA", "Flash"])
+def test_k_follows_the_number_of_requests_where_vllm_refuses(tiny_model, refusal):
     """That is asked once, and what vLLM has made of attention with it is made again."""
     said = []
-    monkeypatch.setattr(adaptive, "say", said.append)
-    with as_on_a_gpu():
+    with as_on_a_gpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adaptive, "say", said.append)
         if refusal == "LoRA":
-            monkeypatch.setattr(VllmConfig, "_validate_adaptive_verification", refuse_lora)
-        elif refusal == "Flash":
-            check = "get_varlen_cudagraph_unsupported_backend"
-            monkeypatch.setattr(adaptive_verification, check, lambda *args, **options: ("Flash", None))
+            patch.setattr(compat, "check_adaptive_verification", refuse_lora)
         else:
-            monkeypatch.setattr(cudagraph_utils.CudaGraphManager, "needs_capture", lambda self: False)
+            check = "get_varlen_cudagraph_unsupported_backend"
+            patch.setattr(adaptive_verification, check, lambda *args, **options: ("Flash", None))
         llm = build(tiny_model, **options())
     runner, config = runner_of(llm), llm.llm_engine.vllm_config.speculative_config
     assert runner.adaptive_verification is None
     assert not runner.sampler.enable_adaptive_verification
     assert not config.enable_adaptive_verification
     assert config.num_speculative_tokens_per_batch_size == step_sizes.affordable_ranges(K)
-    assert llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup is not None
+    assert isinstance(llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup, MeasuredSchedule)
     (sentence,) = said
     assert refusal in sentence
+    assert "7 from 1 request on, 3 from 25 requests on" in sentence
+    assert "Do something else" not in sentence
     prompts, params = requests(4)
     generate(llm, params, prompts)
     assert not llm.collective_rpc("rollout_spec", args=("report",))[0]["is_adaptive"]
-    assert stats_of(llm)["draft_tokens"] > 0
 
 
 def test_a_schedule_of_the_user_s_own_and_no_budget_are_kept(tiny_model):
@@ -192,26 +189,64 @@ def test_a_schedule_of_the_user_s_own_and_no_budget_are_kept(tiny_model):
         for changed in ({"speculative_config": ranges}, engine_kwargs(**OPTIONS, budget=False)):
             llm = build(tiny_model, **{**options(), **changed})
             assert runner_of(llm).adaptive_verification is None
+            schedule = llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup
+            assert not isinstance(schedule, MeasuredSchedule)
 
 
-@pytest.mark.parametrize("max_num_seqs", [512, 513])
-def test_many_requests_have_no_drafts(max_num_seqs):
+@pytest.mark.parametrize(
+    ("max_num_seqs", "room", "expected"),
+    [
+        (512, 8192, None),
+        (513, 8192, [(1, 512, 4), (513, 513, 0)]),
+        (256, 640, [(1, 128, 4), (129, 160, 3), (161, 320, 1), (321, 321, 0)]),
+    ],
+)
+def test_the_scheduler_has_room_for_whole_drafts(max_num_seqs, room, expected):
+    """Which are cut after it has planned a step. Many requests have none."""
     speculative = SimpleNamespace(num_speculative_tokens=4, num_speculative_tokens_per_batch_size=[(1, 9, 3)])
-    config = SimpleNamespace(
-        speculative_config=speculative, scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs)
-    )
+    scheduler = SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=room, max_num_scheduled_tokens=None)
+    config = SimpleNamespace(speculative_config=speculative, scheduler_config=scheduler)
     adaptive.settle_schedule(config, lambda: [{"is_adaptive": True}])
     assert speculative.num_speculative_tokens_per_batch_size == [(1, 9, 3)], "it is not ours"
     setattr(speculative, OUR_SCHEDULE, True)
-    adaptive.settle_schedule(config, lambda: [{"is_adaptive": True}, {"is_adaptive": False}])
+    adaptive.settle_schedule(config, lambda: [{"is_adaptive": False}, {"is_adaptive": False}])
     assert speculative.num_speculative_tokens_per_batch_size == [(1, 9, 3)]
+    with pytest.raises(RuntimeError, match="others do not"):
+        adaptive.settle_schedule(config, lambda: [{"is_adaptive": True}, {"is_adaptive": False}])
     adaptive.settle_schedule(config, lambda: [{"is_adaptive": True}])
-    ranges = speculative.num_speculative_tokens_per_batch_size
-    if max_num_seqs == 512:
-        assert ranges is None
-    else:
-        of_batch = build_dynamic_sd_schedule_lookup(ranges, max_num_seqs, 4)
-        assert of_batch[1:] == [4] * 512 + [0]
+    assert speculative.num_speculative_tokens_per_batch_size == expected
+    assert speculative.enable_adaptive_verification
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"cudagraph_capture_sizes": [256, 512]}, "CUDA graphs"),
+        ({"cudagraph_capture_sizes": []}, "CUDA graphs"),
+        ({"decode_context_parallel_size": 2}, "context parallelism"),
+        ({"enable_return_routed_experts": True}, "routed experts"),
+        ({"validate": "LoRA"}, "LoRA"),
+    ],
+)
+def test_what_keeps_vllm_from_cutting_drafts(changes, reason):
+    def validate():
+        if "validate" in changes:
+            raise ValueError(changes["validate"])
+
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(),
+        aux_output_config=SimpleNamespace(**{"enable_return_routed_experts": False, **changes}),
+        parallel_config=SimpleNamespace(
+            **{"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, **changes}
+        ),
+        compilation_config=SimpleNamespace(**{"cudagraph_capture_sizes": [1, 2, 4, 512], **changes}),
+        scheduler_config=SimpleNamespace(max_num_seqs=16),
+        speculative_config=SimpleNamespace(num_speculative_tokens=7),
+        _validate_adaptive_verification=validate,
+    )
+    with pytest.raises(ValueError, match=reason) if reason else contextlib.nullcontext():
+        compat.check_adaptive_verification(config)
 
 
 def test_vllm_measures_drafting_and_nothing_is_compiled_after_that(tiny_model, monkeypatch):

@@ -133,12 +133,28 @@ def test_steps_with_drafts_are_affordable(k, max_num_seqs, share):
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "used", "share"), [(0, None, 1.0), (128, 8, 1 / 16), (64, None, 1 / 64), (4, 4, 1.0)]
+    ("num_experts", "used", "share"),
+    [
+        (0, {}, 1.0),
+        (128, {"get_num_experts_per_tok": lambda: 8}, 1 / 16),
+        (128, {"hf_text_config": SimpleNamespace(num_experts_per_tok=8)}, 1 / 16),
+        (64, {"hf_text_config": SimpleNamespace(num_experts_per_tok=[4, 8])}, 1.0),
+        (64, {"hf_text_config": SimpleNamespace()}, 1.0),
+        (4, {"get_num_experts_per_tok": lambda: 4}, 1.0),
+    ],
 )
 def test_a_schedule_for_a_mixture_of_experts(make, monkeypatch, num_experts, used, share):
-    text_config = SimpleNamespace(**({"num_experts_per_tok": used} if used else {}))
-    model = SimpleNamespace(is_moe=num_experts > 0, hf_text_config=text_config, get_num_experts=lambda: num_experts)
+    model = SimpleNamespace(is_moe=num_experts > 0, get_num_experts=lambda: num_experts, **used)
     assert engine_config.share_of_experts(SimpleNamespace(model_config=model)) == share
     monkeypatch.setattr(hooks, "share_of_experts", lambda vllm_config: share)
     ranges = make().speculative_config.num_speculative_tokens_per_batch_size
     assert ranges == step_sizes.affordable_ranges(8, share_of_experts=share)
+
+
+def test_ranges_are_said_in_words():
+    said = engine_config.shown_ranges(step_sizes.affordable_ranges(8, share_of_experts=1 / 16))
+    assert (
+        said == "0 from 1 request on, 7 from 47 requests on, 3 from 193 requests on, 1 from 385 requests on, "
+        "0 from 769 requests on"
+    )
+    assert step_sizes.affordable_ranges(1, share_of_experts=0.97)[0][0] == 1

@@ -9,6 +9,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from rollout_spec import engine_kwargs
 from rollout_spec.config import PROPOSER_PATH
 from rollout_spec.integrations.vllm.device import DeviceSpeculator
+from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 from tests.integrations.engines import (
     PLAIN,
     assert_same,
@@ -19,6 +20,7 @@ from tests.integrations.engines import (
     prompts_of,
     rollouts_of,
     runner_of,
+    stats_of,
 )
 
 pytestmark = pytest.mark.engine
@@ -26,9 +28,13 @@ pytestmark = pytest.mark.engine
 K = 3
 
 
-def build_on_device(model, **engine):
+def build_on_device(model, *, budget=False, **engine):
     options = {"num_speculative_tokens": K, "drafter": "device", "drafter_options": {"max_resident_tokens": 4096}}
-    return build(model, **{"max_num_seqs": 6, **engine_kwargs(**options), **engine})
+    return build(model, **{"max_num_seqs": 6, **engine_kwargs(budget=budget, **options), **engine})
+
+
+def scheduler_of(llm):
+    return llm.llm_engine.engine_core.engine_core.scheduler
 
 
 def drafter_of(llm):
@@ -38,7 +44,7 @@ def drafter_of(llm):
 def test_it_is_scheduled_asynchronously_and_drafts_from_all_its_sources(tiny_model):
     device = build_on_device(tiny_model)
     assert isinstance(runner_of(device).speculator, DeviceSpeculator)
-    assert isinstance(device.llm_engine.engine_core.engine_core.scheduler, AsyncScheduler)
+    assert isinstance(scheduler_of(device), AsyncScheduler)
     for _ in range(2):
         generate(device, mixed_params(8, 1, max_tokens=10))
     counts = drafter_of(device).source_counts()
@@ -93,3 +99,24 @@ def test_drafts_of_the_host_are_verified_at_their_own_lengths(tiny_model):
     generate(llm, mixed_params(3, 6, temperature=1.0, max_tokens=10, ignore_eos=True))
     assert [0, 0, 0] in lengths
     assert any(sorted(of_step) == [0, 1, 2] for of_step in lengths)
+
+
+def test_k_may_change_from_step_to_step(tiny_model, off, reference_model, monkeypatch):
+    """As it does where it follows from what steps take. The schedule counts what the workers count."""
+    llm = build_on_device(tiny_model, budget=True)
+    schedule, lengths = scheduler_of(llm).dynamic_sd_lookup, lengths_of_drafts(llm)
+    assert isinstance(schedule, MeasuredSchedule)
+    rng, told, observe = np.random.default_rng(0), [], schedule.observe
+    monkeypatch.setattr(schedule, "choose", lambda num_requests: int(rng.choice([0, 1, 3])))
+    monkeypatch.setattr(schedule, "observe", lambda *of_step: told.append(of_step) or observe(*of_step))
+    params = mixed_params(9, 6, temperature=1.0, ignore_eos=True, **{**PLAIN, "max_tokens": 20})
+    prompts = prompts_of(params)
+    for _ in range(2):
+        assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
+    assert {0, 1, 3} <= {length for of_step in lengths for length in of_step}
+    stats = stats_of(llm)
+    drafted, accepted = (sum(int(of_step[i].sum()) for of_step in told) for i in range(2))
+    # The last step may have run after the last request's end.
+    assert stats["draft_tokens"] - 2 * 6 * K <= drafted <= stats["draft_tokens"]
+    assert stats["accepted_tokens"] - 2 * 6 * K <= accepted <= stats["accepted_tokens"]
+    assert any(seconds is not None for *_, seconds in told)

@@ -109,11 +109,13 @@ def engines(tiny_model, tmp_path_factory):
         "vLLM's own": {},
     }
     if IS_V2:
-        named["device"] = engine_kwargs(num_speculative_tokens=3, drafter="device", **resident)
+        named["device"] = verify_all(num_speculative_tokens=3, drafter="device", **resident)
     built = {name: build(tiny_model, **arguments) for name, arguments in named.items()}
     if adaptive.IS_SUPPORTED:
         with adaptive.as_on_a_gpu():
-            built["adaptive"] = build(tiny_model, **named["device"])
+            built["adaptive"] = build(
+                tiny_model, **engine_kwargs(num_speculative_tokens=3, drafter="device", **resident)
+            )
         adaptive.set_costs(runner_of(built["adaptive"]), lambda num_tokens: 50.0 + num_tokens)
     return built
 

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.engine
 K = 4
 RESIDENT = {"drafter_options": {"max_resident_tokens": 4096}}
 ADVERSARY = verify_all(num_speculative_tokens=K, drafter="tests.adversaries.Adversary")
-DEVICE = engine_kwargs(num_speculative_tokens=K, drafter="device", **RESIDENT)
+DEVICE = verify_all(num_speculative_tokens=K, drafter="device", **RESIDENT)
 DRAFTING = ["history", "adversary", "model", *(["device"] if IS_V2 else [])]
 LEARNING = [name for name in DRAFTING if name != "adversary"]
 ONE = DEVICE if IS_V2 else ADVERSARY
@@ -175,8 +175,8 @@ def test_indexing_while_the_device_computes(engines, off, reference_model, monke
 
 @pytest.mark.parametrize("drafter", ["tests.adversaries.Adversary", *(["device"] if IS_V2 else [])])
 def test_rejection_sampling_keeps_the_history_straight(tiny_model, drafter):
-    options = RESIDENT if drafter == "device" else {"budget": False}
-    llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=K, drafter=drafter, verify="rejection", **options))
+    options = RESIDENT if drafter == "device" else {}
+    llm = build(tiny_model, **verify_all(num_speculative_tokens=K, drafter=drafter, verify="rejection", **options))
     outputs = generate(llm, params(7, 4))
     assert [len(output.token_ids) for output in outputs] == [24] * 4
     assert not Counter(tokens_of(outputs)) - Counter(kept_by(llm))

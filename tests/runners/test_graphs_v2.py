@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import vllm
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from rollout_spec import engine_kwargs
-from rollout_spec.integrations.vllm import hooks, step_sizes
+from rollout_spec.integrations.vllm import compat, hooks, step_sizes
 from tests.integrations.vllm.test_step_sizes import config_as_on_a_gpu
 from tests.runners.adaptive import IS_SUPPORTED
 
@@ -121,10 +121,11 @@ def test_a_whole_graph_serves_every_step_of_equal_drafts(captured, drafter, k, m
     of_batch = build_dynamic_sd_schedule_lookup(step_sizes.affordable_ranges(k), max_num_seqs, k)
     whole, replayed = manager._capture_descs[CUDAGraphMode.FULL], set()
     for num_requests in range(1, max_num_seqs + 1):
-        for width in (1, k + 1) if drafter == "history" else (of_batch[num_requests] + 1,):
+        of_device = [width for width in (1, 2, 4, 8, 16) if width <= of_batch[num_requests] + 1]
+        for width in (1, k + 1) if drafter == "history" else of_device:
             num_tokens = num_requests * width
             largest = max(desc.num_tokens for desc in whole if desc.uniform_token_count == width)
-            if drafter == "history" and num_tokens > largest:
+            if num_tokens > largest:
                 assert width > 1 or num_tokens > max_num_seqs - 8
                 continue
             found = manager.dispatch(num_requests, num_tokens, width, 0)
@@ -140,7 +141,7 @@ def test_a_whole_graph_serves_every_step_of_equal_drafts(captured, drafter, k, m
 @pytest.mark.skipif(not IS_SUPPORTED, reason="vLLM 0.31 is the first with what we need")
 @pytest.mark.parametrize("k", [4, 8, 16])
 def test_where_vllm_cuts_drafts_one_graph_serves_all_lengths(captured, monkeypatch, k):
-    monkeypatch.setattr(VllmConfig, "_validate_adaptive_verification", lambda self: None)
+    monkeypatch.setattr(compat, "check_adaptive_verification", lambda vllm_config: None)
     options = engine_kwargs(drafter="device", num_speculative_tokens=k)
     assert set(captured(options, "ALWAYS")) == {(None, k + 1)}
     manager = captured.manager_of(options, "ALWAYS")

@@ -15,7 +15,7 @@ from tests.integrations.engines import IS_V2, PLAIN, build, generate, mixed_para
 pytestmark = pytest.mark.engine
 
 BEGIN = 7  # the id of w3
-DEVICE = engine_kwargs(num_speculative_tokens=3, drafter="device", drafter_options={"max_resident_tokens": 4096})
+DEVICE = verify_all(num_speculative_tokens=3, drafter="device", drafter_options={"max_resident_tokens": 4096})
 DRAFTING = [verify_all(num_speculative_tokens=4), *([DEVICE] if IS_V2 else [])]
 
 
