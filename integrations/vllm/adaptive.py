@@ -33,9 +33,9 @@ def initialize_kv_cache(runner: Any, initialize: Callable[[], Any]) -> Any:
     vllm_config = runner.vllm_config
     if not getattr(vllm_config.speculative_config, OUR_SCHEDULE, False):
         return initialize()
-    _switch(runner, on=True)
     try:
         compat.check_adaptive_verification(vllm_config)
+        _switch(runner, on=True)
         return initialize()
     except ValueError as error:  # vLLM says so of LoRA, of attention kernels, of engines without graphs of whole steps
         _switch(runner, on=False)
@@ -99,16 +99,19 @@ def whole_ranges(num_speculative_tokens: int, max_step_tokens: int) -> list[tupl
     return [*ranges, (first, first, 0)]
 
 
-def prepare_to_measure(runner: Any) -> None:
+def prepare_to_measure(runner: Any, index_dtype: torch.dtype) -> None:
     """Called before vLLM measures what steps cost. Compiles first what cuts drafts, which vLLM does while it serves.
 
     PyTorch compiles variants for one request and for more, and for one draft token that stays and for more.
+
+    Args:
+        index_dtype: Of the numbers by which vLLM names requests: from 0.32 on they are int64.
     """
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
     manager = runner.adaptive_verification
     for num_requests in {1, min(2, runner.max_num_reqs)}:
-        requests = torch.arange(num_requests, dtype=torch.int32, device=runner.device)
+        requests = torch.arange(num_requests, dtype=index_dtype, device=runner.device)
         capacities = manager._batch_draft_capacity[:num_requests]
         for num_kept in {1, min(2, num_requests * manager.num_speculative_steps)}:
             capacities.fill_(manager.num_speculative_steps)

@@ -106,7 +106,11 @@ def check_adaptive_verification(vllm_config: Any) -> None:
     most = vllm_config.scheduler_config.max_num_seqs * (speculative.num_speculative_tokens + 1)
     if min(sizes or [most + 1]) > most:
         raise ValueError("there are no CUDA graphs of whole steps whose time it could measure")
-    vllm_config._validate_adaptive_verification()
+    speculative.enable_adaptive_verification = True
+    try:
+        vllm_config._validate_adaptive_verification()
+    finally:
+        speculative.enable_adaptive_verification = False
 
 
 def num_experts_per_token(model_config: Any) -> int:

@@ -88,6 +88,7 @@ class DeviceSpeculator(Session, BaseSpeculator):
         self._device = device
         self._is_asynchronous = vllm_config.scheduler_config.async_scheduling
         self._is_warm = False
+        self._index_dtype = torch.int32  # of vLLM's numbers of requests
         self.live = {}  # values are `_Live`
         self._versions: dict[str, int] = {}  # of preempted requests
         self._runner: Any = None
@@ -114,7 +115,7 @@ class DeviceSpeculator(Session, BaseSpeculator):
     def capture(self) -> None:
         """Called before vLLM measures what steps cost. Our three kernel launches need no graph."""
         if self.enable_adaptive_verification:
-            prepare_to_measure(self._runner)
+            prepare_to_measure(self._runner, self._index_dtype)
 
     def load_model(self, *args: Any) -> None:
         """Part of vLLM's interface; there is no model."""
@@ -172,7 +173,7 @@ class DeviceSpeculator(Session, BaseSpeculator):
         noise = sampling.seeds.gpu, sampling.temperature.gpu
         if dummy_run or self._runner.rollout_spec.warming_up:
             if not self._is_warm:  # compile the kernels before the engine serves
-                self._is_warm = True
+                self._is_warm, self._index_dtype = True, req_indices.dtype
                 self.drafter.warm_up(req_indices.dtype, history, total_len, *noise, self.num_given_tokens)
             elif dummy_run and self.enable_adaptive_verification:  # vLLM measures what drafting costs
                 nothing = torch.zeros_like(req_indices, dtype=torch.int32)

@@ -193,7 +193,7 @@ def init_scheduler(original: Callable[..., None], self: Any, *args: Any, **kwarg
 
 def update_from_output(original: Callable[..., Any], self: Any, scheduler_output: Any, output: Any) -> Any:
     """Tell our schedule what a step did."""
-    observe = getattr(self.dynamic_sd_lookup, "observe_output", None)
+    observe = getattr(getattr(self, "dynamic_sd_lookup", None), "observe_output", None)
     if observe is not None:
         observe(scheduler_output, output)
     return original(self, scheduler_output, output)

@@ -100,7 +100,7 @@ class MeasuredSchedule:
             scheduled: vLLM's `SchedulerOutput`.
             output: vLLM's `ModelRunnerOutput`.
         """
-        if not scheduled.num_scheduled_tokens:
+        if not scheduled.num_scheduled_tokens or not self._scheduled:
             return
         now, began = time.perf_counter(), self._scheduled.popleft()
         seconds, self._last_update = now - max(began, self._last_update), now

@@ -231,6 +231,7 @@ def test_the_scheduler_has_room_for_whole_drafts(max_num_seqs, room, expected):
 )
 def test_what_keeps_vllm_from_cutting_drafts(changes, reason):
     def validate():
+        assert config.speculative_config.enable_adaptive_verification
         if "validate" in changes:
             raise ValueError(changes["validate"])
 
@@ -247,6 +248,7 @@ def test_what_keeps_vllm_from_cutting_drafts(changes, reason):
     )
     with pytest.raises(ValueError, match=reason) if reason else contextlib.nullcontext():
         compat.check_adaptive_verification(config)
+    assert not getattr(config.speculative_config, "enable_adaptive_verification", False)
 
 
 def test_vllm_measures_drafting_and_nothing_is_compiled_after_that(tiny_model, monkeypatch):
@@ -259,8 +261,7 @@ def test_vllm_measures_drafting_and_nothing_is_compiled_after_that(tiny_model, m
     variants, cut = set(), adaptive_verification._assign_draft_token_budget_compiled
 
     def assign(confidences, requests, capacities, num_kept, k):
-        variants.add((min(requests.numel(), 2), min(num_kept, 2)))
-        assert requests.dtype == capacities.dtype == torch.int32
+        variants.add((min(requests.numel(), 2), min(num_kept, 2), requests.dtype, capacities.dtype))
         return cut(confidences, requests, capacities, num_kept, k)
 
     monkeypatch.setattr(adaptive_verification, "_assign_draft_token_budget_compiled", assign)
@@ -293,7 +294,8 @@ def test_vllm_measures_drafting_and_nothing_is_compiled_after_that(tiny_model, m
             prompts, params = requests(count)
             generate(llm, params, prompts)
     assert not {variant for variant in launched - compiled if variant[0] in OURS}
-    assert variants == warm == set(itertools.product((1, 2), repeat=2))
+    assert variants == warm
+    assert {of_variant[:2] for of_variant in warm} == set(itertools.product((1, 2), repeat=2))
 
 
 @pytest.mark.exhaustive

@@ -57,7 +57,7 @@ def captured(tiny_model, monkeypatch):
         )  # fmt: skip
 
         def initialize_kv_cache(runner):
-            cuts = config.speculative_config and config.speculative_config.enable_adaptive_verification
+            cuts = compat.verifies_adaptively(config.speculative_config)
             if cuts and support != "ALWAYS":
                 raise ValueError("vLLM says so")
             runner.adaptive_verification = "vLLM's" if cuts else None
