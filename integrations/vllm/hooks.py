@@ -184,11 +184,9 @@ def init_scheduler(original: Callable[..., None], self: Any, *args: Any, **kwarg
     original(self, *args, **kwargs)
     speculative = self.vllm_config.speculative_config
     if hasattr(speculative, OUR_SCHEDULE) and not compat.verifies_adaptively(speculative):
-        from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule, warm_up
+        from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 
-        warm_up()
-        sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or ()
-        self.dynamic_sd_lookup = MeasuredSchedule(self.dynamic_sd_lookup, sizes)
+        self.dynamic_sd_lookup = MeasuredSchedule(self.dynamic_sd_lookup)
 
 
 def update_from_output(original: Callable[..., Any], self: Any, scheduler_output: Any, output: Any) -> Any:

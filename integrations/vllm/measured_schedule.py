@@ -1,13 +1,15 @@
 """K by the number of requests, from what steps take and from what drafts were right: in place of vLLM's own schedule.
 
 The device drafter's drafts are cut by vLLM's adaptive verification where that works. Elsewhere all requests of a step
-have equally many draft tokens, and vLLM's scheduler looks up how many. What it looks up is chosen here as a budget on
-the host chooses: by steps without drafts and with them, as they are, and never more than `step_sizes.affordable_ranges`
-says, which is what CUDA graphs are captured for. It lives in the scheduler's process, so ranks cannot disagree.
+have equally many draft tokens, and vLLM's scheduler looks up how many. What it looks up is chosen here: the K with most
+tokens per second, of those that `step_sizes.affordable_ranges` allows, which is what CUDA graphs are captured for. A
+step's time is kept by K and about as many requests, as it depends on both: each request's KV cache is read once,
+however many tokens it has. All of it is in the scheduler's process, so ranks cannot disagree.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -16,22 +18,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.budget import MIN_OBSERVATIONS, Budget
-
 PRIOR_TOKENS = 64.0
-"""So many drafted tokens at each position are taken to have been right at first, so that some are drafted."""
+"""So many drafted tokens at each position are taken to have been right at first."""
 REMEMBERED_TOKENS = 65_536.0
 """Outcomes of a position count half once there are so many."""
-
-
-def warm_up() -> None:
-    """Compile what is called for each step."""
-    budget = Budget()
-    for _ in range(2 * MIN_OBSERVATIONS):
-        for num_drafts in (0, 2):
-            budget.observe_step(2 + num_drafts, 1e-3, drafted=num_drafts > 0)
-        budget.wants_drafts(2)
-        budget.costs(2, 2, 2)
+SIZES_PER_DOUBLING = 4
+"""Numbers of requests whose steps are taken to be alike."""
+ENOUGH, RECENT_STEPS = 2, 5
+"""A K is tried until so many of its steps are known. Then it costs the second fastest of its last RECENT_STEPS, or the
+fastest of fewer than four: other work makes steps longer, never shorter."""
+PATIENCE, LONGEST_PATIENCE = 128, 4096
+"""A K that gives as many tokens per second as the best is tried again after PATIENCE steps of about as many requests,
+one that gives half as many after 16 times as many."""
 
 
 class MeasuredSchedule:
@@ -39,16 +37,13 @@ class MeasuredSchedule:
 
     Args:
         most: Most K for 0, 1, 2, ... requests.
-        graph_sizes: Numbers of tokens to which steps are padded.
     """
 
-    def __init__(self, most: Sequence[int], graph_sizes: Sequence[int] = ()) -> None:
+    def __init__(self, most: Sequence[int]) -> None:
         self._most = list(most)
-        self._budget = Budget()
-        self._budget.cost.pad_to(tuple(graph_sizes))
-        self._widths = sorted(set(self._most) - {0}, reverse=True)
-        k = max(self._most)
-        self._reached, self._right = np.full(k, PRIOR_TOKENS), np.full(k, PRIOR_TOKENS)
+        self._ks = sorted(set(self._most) | {0}, reverse=True)
+        self._reached, self._right = np.full((2, self._ks[0]), PRIOR_TOKENS)
+        self._sizes: dict[int, _Size] = {}
         self._scheduled: deque[float] = deque()  # when steps were scheduled that have not been heard of
         self._last_update = 0.0
 
@@ -62,18 +57,25 @@ class MeasuredSchedule:
         return self.choose(num_requests)
 
     def choose(self, num_requests: int) -> int:
-        """The K that pays most. O(K times requests)."""
+        """The K with most tokens per second, or one about which too little is known. O(K)."""
         most = self._most[num_requests]
-        if not most or not self._budget.wants_drafts(num_requests):
+        if most == 0:
             return 0
-        value, cost = self._budget.costs(num_requests, num_requests, num_requests * most)
-        survival = np.cumprod(self._right / self._reached)
-        gains = {0: 0.0}
-        for k in self._widths:
-            if k <= most and num_requests * k < cost.size:
-                gains[k] = value * num_requests * float(survival[:k].sum()) - float(cost[num_requests * k])
-        best = max(gains, key=lambda k: gains[k])
-        self._budget.note(num_requests, gains[best])
+        size = self._size(num_requests)
+        size.num_steps += 1
+        tokens = np.append(1.0, 1.0 + np.cumsum(np.cumprod(self._right / self._reached)))
+        rates = {}
+        for k in self._ks:
+            if k <= most:
+                steps = sorted(size.seconds.get(k, ()))
+                if len(steps) < ENOUGH:
+                    return k
+                rates[k] = tokens[k] / steps[len(steps) // 4]
+        best = max(rates, key=lambda k: rates[k])
+        for k, rate in rates.items():
+            patience = PATIENCE * (rates[best] / rate) ** 4
+            if size.num_steps - size.last[k] > min(patience, LONGEST_PATIENCE):
+                return k
         return best
 
     def observe(self, drafted: NDArray[np.int64], accepted: NDArray[np.int64], seconds: float | None) -> None:
@@ -83,15 +85,17 @@ class MeasuredSchedule:
             drafted, accepted: int64 [B], draft tokens of each request.
             seconds: What the step took; None: it has read prompts.
         """
-        for position in range(int(drafted.max(initial=0))):
+        k = int(drafted.max(initial=0))
+        for position in range(k):
             self._reached[position] += np.count_nonzero((drafted > position) & (accepted >= position))
             self._right[position] += np.count_nonzero(accepted > position)
-        if self._reached[0] > REMEMBERED_TOKENS:
+        if k and self._reached[0] > REMEMBERED_TOKENS:
             self._reached /= 2
             self._right /= 2
-        if seconds is not None:
-            num_draft_tokens = int(drafted.sum())
-            self._budget.observe_step(drafted.size + num_draft_tokens, seconds, drafted=num_draft_tokens > 0)
+        if seconds is not None and drafted.size and (drafted == k).all():
+            size = self._size(drafted.size)
+            size.last[k] = size.num_steps
+            size.seconds.setdefault(k, deque(maxlen=RECENT_STEPS)).append(max(seconds, 1e-6))
 
     def observe_output(self, scheduled: Any, output: Any) -> None:
         """Learn from what vLLM's scheduler is told of a step.
@@ -109,3 +113,16 @@ class MeasuredSchedule:
         counts = np.array([row for row in rows if row[1]], np.int64).reshape(-1, 2)
         has_prompts = scheduled.total_num_scheduled_tokens != len(rows) + sum(k for k, _ in rows)
         self.observe(counts[:, 0], counts[:, 1] - 1, None if has_prompts else seconds)
+
+    def _size(self, num_requests: int) -> _Size:
+        """What is known of steps of about so many requests."""
+        return self._sizes.setdefault(int(SIZES_PER_DOUBLING * math.log2(num_requests)), _Size())
+
+
+class _Size:
+    """Steps of about as many requests."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.last: dict[int, int] = {}  # by K, its last step
+        self.seconds: dict[int, deque[float]] = {}  # by K, of its last steps
