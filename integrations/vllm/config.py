@@ -188,17 +188,13 @@ def _best_drafter(vllm_config: Any, config: RolloutSpecConfig) -> dict[str, Any]
     Returns:
         `drafter` and `drafter_options`.
     """
-    options = config.drafter_options
-    on_device = {"drafter": "device", "drafter_options": options}
-    if vllm_config.use_v2_model_runner and has_model_drafter(vllm_config):
-        return on_device
-    pays = vllm_config.use_v2_model_runner and has_gpu() and config.budget and has_options("device", options)
-    if pays and _follows_batch_size(vllm_config):
-        if _fits_on_device(vllm_config, options):
-            return on_device
-        less = {"features": False, **options}
-        if _fits_on_device(vllm_config, less):
-            return {"drafter": "device", "drafter_options": less}
+    options, is_v2 = config.drafter_options, vllm_config.use_v2_model_runner
+    if is_v2 and has_model_drafter(vllm_config):
+        return {"drafter": "device", "drafter_options": options}
+    pays = is_v2 and has_gpu() and config.budget and has_options("device", options)
+    for some in (options, {"features": False, **options}) if pays and _follows_batch_size(vllm_config) else ():
+        if _fits_on_device(vllm_config, some):
+            return {"drafter": "device", "drafter_options": some}
     return {"drafter": "history", "drafter_options": options}
 
 

@@ -47,10 +47,6 @@ class MeasuredSchedule:
         self._scheduled: deque[float] = deque()  # when steps were scheduled that have not been heard of
         self._last_update = 0.0
 
-    def __len__(self) -> int:
-        """As of vLLM's list."""
-        return len(self._most)
-
     def __getitem__(self, num_requests: int) -> int:
         """How many tokens to draft for each request of the next step. Notes when it was asked."""
         self._scheduled.append(time.perf_counter())

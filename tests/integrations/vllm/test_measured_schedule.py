@@ -82,7 +82,6 @@ def test_steps_of_unlike_requests_say_nothing_of_times():
 
 def test_where_nothing_may_be_drafted():
     assert run(lambda tokens, drafts: 0.01, 0.7, 120, 50)[0].tolist() == [0] * 50
-    assert len(MeasuredSchedule(MOST)) == len(MOST)
 
 
 def test_what_the_schedule_is_told_of_a_step(monkeypatch):
