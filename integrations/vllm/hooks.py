@@ -180,21 +180,24 @@ def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: A
 
 
 def init_scheduler(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Where our schedule is read, let K follow from what steps take, too."""
+    """Where our schedule is read, let K follow from what steps take, too. Synchronous scheduling verifies any K."""
     original(self, *args, **kwargs)
-    speculative = self.vllm_config.speculative_config
-    if hasattr(speculative, OUR_SCHEDULE) and not compat.verifies_adaptively(speculative):
+    speculative, is_asynchronous = (
+        self.vllm_config.speculative_config,
+        self.vllm_config.scheduler_config.async_scheduling,
+    )
+    if is_asynchronous and hasattr(speculative, OUR_SCHEDULE) and not compat.verifies_adaptively(speculative):
         from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 
         self.dynamic_sd_lookup = MeasuredSchedule(self.dynamic_sd_lookup)
 
 
-def update_from_output(original: Callable[..., Any], self: Any, scheduler_output: Any, output: Any) -> Any:
+def update_from_output(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Tell our schedule what a step did."""
     observe = getattr(getattr(self, "dynamic_sd_lookup", None), "observe_output", None)
     if observe is not None:
-        observe(scheduler_output, output)
-    return original(self, scheduler_output, output)
+        observe(*args, **kwargs)
+    return original(self, *args, **kwargs)
 
 
 # -- workers; CPUWorker inherits from Worker -------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,17 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 PRIOR_TOKENS = 64.0
-"""So many drafted tokens at each position are taken to have been right at first."""
-REMEMBERED_TOKENS = 65_536.0
-"""Outcomes of a position count half once there are so many."""
+"""So many drafted tokens at each position are taken to have been right at first. Old outcomes never count less than so
+many new ones."""
+JUDGED_STEPS = 512
+"""What was right counts for about so many steps, also while nothing is drafted."""
 SIZES_PER_DOUBLING = 4
 """Numbers of requests whose steps are taken to be alike."""
-ENOUGH, RECENT_STEPS = 2, 5
-"""A K is tried until so many of its steps are known. Then it costs the second fastest of its last RECENT_STEPS, or the
-fastest of fewer than four: other work makes steps longer, never shorter."""
-PATIENCE, LONGEST_PATIENCE = 128, 4096
-"""A K that gives as many tokens per second as the best is tried again after PATIENCE steps of about as many requests,
-one that gives half as many after 16 times as many."""
+ENOUGH, RECENT_STEPS, MOST_TRIALS = 2, 5, 8
+"""A K costs the median of its last RECENT_STEPS steps, once ENOUGH are known. For that it is tried MOST_TRIALS times in
+a row at most: the time of a step with prompts says nothing."""
+PATIENCE, LONGEST_PATIENCE = 128, 1024
+"""A K that gives as many tokens per second as the best, or of which too little is known, is tried again after PATIENCE
+steps of about as many requests; one that gives half as many after 16 times as many."""
 
 
 class MeasuredSchedule:
@@ -44,7 +45,8 @@ class MeasuredSchedule:
         self._ks = sorted(set(self._most) | {0}, reverse=True)
         self._reached, self._right = np.full((2, self._ks[0]), PRIOR_TOKENS)
         self._sizes: dict[int, _Size] = {}
-        self._scheduled: deque[float] = deque()  # when steps were scheduled that have not been heard of
+        # When steps were scheduled that have not been heard of; some are not, after a fault.
+        self._scheduled: deque[float] = deque(maxlen=8)
         self._last_update = 0.0
 
     def __getitem__(self, num_requests: int) -> int:
@@ -60,19 +62,20 @@ class MeasuredSchedule:
         size = self._size(num_requests)
         size.num_steps += 1
         tokens = np.append(1.0, 1.0 + np.cumsum(np.cumprod(self._right / self._reached)))
-        rates = {}
+        rates: dict[int, float] = {}
         for k in self._ks:
             if k <= most:
-                steps = sorted(size.seconds.get(k, ()))
-                if len(steps) < ENOUGH:
-                    return k
-                rates[k] = tokens[k] / steps[len(steps) // 4]
-        best = max(rates, key=lambda k: rates[k])
-        for k, rate in rates.items():
-            patience = PATIENCE * (rates[best] / rate) ** 4
-            if size.num_steps - size.last[k] > min(patience, LONGEST_PATIENCE):
-                return k
-        return best
+                steps = sorted(size.seconds[k])
+                if len(steps) >= ENOUGH:
+                    rates[k] = tokens[k] / steps[len(steps) // 2]
+                elif size.trials[k] < MOST_TRIALS:
+                    return size.choose(k)
+        best = max(rates, key=lambda k: rates[k], default=most)
+        for k in self._ks:
+            patience = PATIENCE * (rates[best] / rates[k]) ** 4 if k in rates else PATIENCE
+            if k <= most and size.num_steps - size.last[k] > min(patience, LONGEST_PATIENCE):
+                return size.choose(k)
+        return size.choose(best)
 
     def observe(self, drafted: NDArray[np.int64], accepted: NDArray[np.int64], seconds: float | None) -> None:
         """Learn from a step.
@@ -81,30 +84,27 @@ class MeasuredSchedule:
             drafted, accepted: int64 [B], draft tokens of each request.
             seconds: What the step took; None: it has read prompts.
         """
-        k = int(drafted.max(initial=0))
+        shrink = np.maximum(1 - 1 / JUDGED_STEPS, PRIOR_TOKENS / self._reached)
+        self._reached *= shrink
+        self._right *= shrink
+        k = min(int(drafted.max(initial=0)), self._reached.size)
         for position in range(k):
             self._reached[position] += np.count_nonzero((drafted > position) & (accepted >= position))
             self._right[position] += np.count_nonzero(accepted > position)
-        if k and self._reached[0] > REMEMBERED_TOKENS:
-            self._reached /= 2
-            self._right /= 2
-        if seconds is not None and drafted.size and (drafted == k).all():
-            size = self._size(drafted.size)
-            size.last[k] = size.num_steps
-            size.seconds.setdefault(k, deque(maxlen=RECENT_STEPS)).append(max(seconds, 1e-6))
+        # A request may have fewer, as the last one where the step had no room for more.
+        if seconds is not None and drafted.size and drafted.sum() >= 0.9 * k * drafted.size:
+            self._size(drafted.size).seconds[k].append(max(seconds, 1e-6))
 
-    def observe_output(self, scheduled: Any, output: Any) -> None:
-        """Learn from what vLLM's scheduler is told of a step.
-
-        Args:
-            scheduled: vLLM's `SchedulerOutput`.
-            output: vLLM's `ModelRunnerOutput`.
-        """
+    def observe_output(self, scheduler_output: Any, model_runner_output: Any) -> None:
+        """Learn from what vLLM's scheduler is told of a step, by vLLM's names for it."""
+        scheduled, output = scheduler_output, model_runner_output
         if not scheduled.num_scheduled_tokens or not self._scheduled:
             return
         now, began = time.perf_counter(), self._scheduled.popleft()
         seconds, self._last_update = now - max(began, self._last_update), now
         drafts, sampled = scheduled.scheduled_spec_decode_tokens, output.sampled_token_ids
+        if not drafts and not self._most[len(scheduled.num_scheduled_tokens)]:
+            return
         rows = [(len(drafts.get(name, ())), len(sampled[i])) for name, i in output.req_id_to_index.items() if sampled]
         counts = np.array([row for row in rows if row[1]], np.int64).reshape(-1, 2)
         has_prompts = scheduled.total_num_scheduled_tokens != len(rows) + sum(k for k, _ in rows)
@@ -116,9 +116,15 @@ class MeasuredSchedule:
 
 
 class _Size:
-    """Steps of about as many requests."""
+    """Steps of about as many requests, by K."""
 
     def __init__(self) -> None:
         self.num_steps = 0
-        self.last: dict[int, int] = {}  # by K, its last step
-        self.seconds: dict[int, deque[float]] = {}  # by K, of its last steps
+        self.trials, self.last = Counter[int](), Counter[int]()  # how often it was chosen, and in which step
+        self.seconds: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT_STEPS))
+
+    def choose(self, k: int) -> int:
+        """Note that it is chosen."""
+        self.trials[k] += 1
+        self.last[k] = self.num_steps
+        return k

@@ -194,7 +194,7 @@ def _drop_graphs_of_no_step(manager: Any) -> None:
     for width in {desc.uniform_token_count for desc in whole} - {None}:
         most = max((n for n in range(1, max_num_seqs + 1) if k_of_batch[n] >= width - 1), default=0)
         sizes = [desc.num_reqs for desc in whole if desc.uniform_token_count == width and desc.num_reqs >= most]
-        largest[width] = min(sizes, default=most)
+        largest[width] = min(sizes, default=most) if most else 0
     manager._capture_descs[CUDAGraphMode.FULL] = [
         desc for desc in whole if desc.uniform_token_count is None or desc.num_reqs <= largest[desc.uniform_token_count]
     ]

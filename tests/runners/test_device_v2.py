@@ -120,3 +120,10 @@ def test_k_may_change_from_step_to_step(tiny_model, off, reference_model, monkey
     assert stats["draft_tokens"] - 2 * 6 * K <= drafted <= stats["draft_tokens"]
     assert stats["accepted_tokens"] - 2 * 6 * K <= accepted <= stats["accepted_tokens"]
     assert any(seconds is not None for *_, seconds in told)
+
+
+def test_synchronous_scheduling_keeps_the_ranges(tiny_model):
+    """vLLM verifies as many drafts as there are then, whatever its schedule says."""
+    llm = build_on_device(tiny_model, budget=True, async_scheduling=False)
+    assert not isinstance(scheduler_of(llm).dynamic_sd_lookup, MeasuredSchedule)
+    assert len(generate(llm, mixed_params(8, 1, max_tokens=10))) == 8

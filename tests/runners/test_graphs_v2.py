@@ -126,7 +126,7 @@ def test_a_whole_graph_serves_every_step_of_equal_drafts(captured, drafter, k, m
             num_tokens = num_requests * width
             largest = max(desc.num_tokens for desc in whole if desc.uniform_token_count == width)
             if num_tokens > largest:
-                assert width > 1 or num_tokens > max_num_seqs - 8
+                assert num_tokens > max_num_seqs - 8 if width == 1 else drafter == "history"
                 continue
             found = manager.dispatch(num_requests, num_tokens, width, 0)
             assert (found.cg_mode, found.uniform_token_count) == (CUDAGraphMode.FULL, width), num_requests

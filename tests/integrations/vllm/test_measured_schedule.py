@@ -75,9 +75,42 @@ def test_what_a_request_costs_is_not_blamed_on_drafts():
 
 def test_steps_of_unlike_requests_say_nothing_of_times():
     schedule = MeasuredSchedule(MOST)
-    for _ in range(9):
+    for _ in range(5):
         schedule.observe(np.array([7, 0]), np.array([7, 0]), 1.0)
         assert schedule[2] == 7, "it is not known yet"
+
+
+def test_whole_drafts_while_no_time_is_known():
+    """Prompts are read in each step. What is tried is tried a few times."""
+    schedule, chosen = MeasuredSchedule(MOST), []
+    for _ in range(400):
+        chosen.append(schedule[16])
+        schedule.observe(np.full(16, chosen[-1]), np.full(16, chosen[-1]), None)
+    assert np.mean(np.array(chosen[40:]) == 7) > 0.9
+
+
+def test_drafts_that_become_right_are_noticed():
+    """As in a second epoch."""
+    rng, schedule, chosen = np.random.default_rng(0), MeasuredSchedule(MOST), []
+    for step in range(6000):
+        k = schedule[16]
+        accepted = np.cumprod(rng.random((16, k)) < (0.05 if step < 3000 else 0.7), 1).sum(1)
+        schedule.observe(np.full(16, k), accepted, 0.010 + 0.003 * (k > 0))
+        chosen.append(k)
+    assert np.mean(np.array(chosen[500:3000]) == 0) > 0.9
+    assert np.mean(np.array(chosen[4500:]) == 7) > 0.9
+
+
+def test_drafts_for_which_a_step_had_no_room():
+    """Of one request, or more tokens than the schedule knows."""
+    schedule = MeasuredSchedule(MOST)
+    for _ in range(100):
+        k = schedule[16]
+        drafted = np.full(16, k)
+        drafted[-1] = min(k, 2)
+        schedule.observe(drafted, np.zeros(16, np.int64), 0.01 + 0.001 * k)
+    assert schedule.choose(16) == 0
+    schedule.observe(np.full(16, 9), np.full(16, 9), 0.01)
 
 
 def test_where_nothing_may_be_drafted():
