@@ -89,16 +89,15 @@ def verifies_adaptively(speculative_config: Any) -> bool:
 def check_adaptive_verification(vllm_config: Any) -> None:
     """Raise ValueError where vLLM's adaptive verification does not fit an engine, as far as its configuration says.
 
-    vLLM has what our speculator needs from 0.31 on. Routed experts it refuses before our hooks are asked; it has two
-    names for that option. With 0.31 as the oldest version, the first test can go.
+    vLLM has what our speculator needs from 0.31 on. Routed experts it refuses before our hooks are asked. With 0.31 as
+    the oldest version, the first test can go.
     """
     from vllm.v1.worker.gpu import attn_utils
 
     if not hasattr(attn_utils, "get_varlen_cudagraph_unsupported_backend"):
         raise ValueError("it needs vLLM 0.31")
-    for owner in (vllm_config.model_config, getattr(vllm_config, "aux_output_config", None)):
-        if getattr(owner, "enable_return_routed_experts", False):
-            raise ValueError("routed experts are returned")
+    if vllm_config.aux_output_config.enable_return_routed_experts:
+        raise ValueError("routed experts are returned")
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ValueError("context parallelism")
@@ -169,14 +168,6 @@ def replays_any_lengths(runner: Any) -> bool:
     if runner.model_state.get_additional_cg_support()[0] != AttentionCGSupport.ALWAYS:
         return False
     return find_unsupported(runner.attn_groups, runner.vllm_config, runner.decode_query_len) is None
-
-
-def cuts_drafts(runner: Any) -> bool:
-    """Whether vLLM cuts a runner's drafts on the device, as it can from 0.28 on.
-
-    With 0.28 as the oldest version, read the attribute without a default.
-    """
-    return getattr(runner, "adaptive_verification", None) is not None
 
 
 def speculator_model() -> Any:

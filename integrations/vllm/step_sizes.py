@@ -141,7 +141,7 @@ def choose_graphs(runner: Any, *, drafts_on_host: bool) -> None:
     """
     manager, vllm_config = runner.cudagraph_manager, runner.vllm_config
     speculative = vllm_config.speculative_config
-    if compat.cuts_drafts(runner):  # each of vLLM's graphs takes any lengths then
+    if getattr(runner, "adaptive_verification", None):  # as from vLLM 0.28 on: each of its graphs takes any lengths
         return
     takes_any_lengths = drafts_on_host and compat.replays_any_lengths(runner)
     if takes_any_lengths:
