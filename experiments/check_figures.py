@@ -17,7 +17,7 @@ from experiments.rows import RESULTS
 Rows = list[dict[str, Any]]
 PAGES = ("README.md", "docs/benchmarks.md", "docs/history.md", "docs/model-drafters.md", "docs/target-features.md")
 LABELS = {"", "What", "Ran on", "requests", "requests, real model", "requests, K", "epoch", "set", "cost of a step",
-          "vocabulary", "Engines", "T", "Drafter, 3 tokens", "rollouts"}  # fmt: skip
+          "vocabulary", "Engine", "Engines", "Drafts", "T", "Drafter, 3 tokens", "rollouts"}  # fmt: skip
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 
 
@@ -33,11 +33,13 @@ def fields(rows: Rows, *names: str) -> list[float]:
 
 
 def modes(rows: Rows) -> Iterator[float]:
-    """Each mode's geometric mean by number of requests, and its lowest cell."""
-    for mode in {(row["model"], row["policy"]) for row in rows}:
-        mine = [row for row in rows if (row["model"], row["policy"]) == mode]
-        for batch in {row["batch"] for row in mine}:
-            yield float(np.exp(np.mean([np.log(row["speedup"]) for row in mine if row["batch"] == batch])))
+    """Each mode's geometric mean by number of requests, without and with history, and its lowest cell."""
+    names = "gpu", "model", "context", "policy"
+    for mode in {tuple(row[name] for name in names) for row in rows}:
+        mine = [row for row in rows if tuple(row[name] for name in names) == mode]
+        for cell in {(row["batch"], row["history"]) for row in mine}:
+            of_cell = [np.log(row["speedup"]) for row in mine if (row["batch"], row["history"]) == cell]
+            yield float(np.exp(np.mean(of_cell)))
         yield min(row["speedup"] for row in mine)
 
 
@@ -74,7 +76,7 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     of_all_epochs = [sum(row["tokens"]) / sum(row["request_steps"]) for row in rows]
     yield "| T | Drafter", rows, [*of_all_epochs, *fields(rows, "tokens_per_step")]
     rows = read("modes_simulated", benchmark="modes/simulated")
-    yield "| requests | 1.5B", rows, modes(rows)
+    yield "| Engine | Drafts ", rows, modes(rows)
 
 
 def missing(table: str, figures: list[float]) -> list[str]:

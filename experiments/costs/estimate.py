@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 
 from rollout_spec.budget import Budget
 from rollout_spec.drafters.base import Drafter
+from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 from rollout_spec.loop import Decoder
 from rollout_spec.replay import RecordedTarget, Rollout
+from rollout_spec.types import Drafts
 
 Floats = NDArray[np.float64]
 
@@ -37,6 +39,8 @@ class EngineCost(NamedTuple):
     """Extra seconds of the first step with each number of tokens, in which kernels for that size are made."""
     request_seconds: float = 0.0
     """Seconds per request in every step, besides its tokens: reading its KV cache, and what else is not hidden."""
+    verify_seconds: float = 0.0
+    """Extra seconds of a step with draft tokens."""
     host_seconds: float = 0.0
     """With asynchronous scheduling the host works while the device computes. No step takes less than this."""
     host_request_seconds: float = 0.0
@@ -60,12 +64,69 @@ class EngineCost(NamedTuple):
     def whole_step(self, num_requests: int, num_draft_tokens: int) -> float:
         """Seconds of a step, without those of the drafter and of a size's first step."""
         seconds = self.step(num_requests + num_draft_tokens) + self.request_seconds * num_requests
+        seconds += self.verify_seconds * (num_draft_tokens > 0)
         return max(seconds, self.host_seconds + self.host_request_seconds * num_requests)
 
 
-Policy = Budget | Callable[[int], int]
-"""How many tokens are drafted for each request of a step: as many as pay, as engines decide; or K by the number of
-requests, 0 to switch drafts off."""
+class Adaptive:
+    """Cuts whole drafts as vLLM's adaptive verification does: by the drafter's confidences and what steps cost.
+
+    How many draft tokens a step keeps follows from the confidences of the drafts before, as the host has no later ones;
+    which ones, from those of these drafts.
+
+    Args:
+        seconds: Of a step by its number of tokens, as vLLM has measured it.
+    """
+
+    def __init__(self, seconds: Callable[[NDArray[np.int64]], Floats]) -> None:
+        self._seconds = seconds
+        self._before: dict[str, Floats] = {}
+
+    def survival(self, drafts: Drafts, decoder: Decoder, target: RecordedTarget) -> Floats:
+        """The probability that each drafted token is reached and right, float64 [B, K]; 0 where there is none."""
+        rows = [decoder.drafting.drafter.row_of(request.req_id) for request in decoder.live]
+        confidence = decoder.drafting.drafter.table.arrays.confidence[rows].astype(np.float64)
+        return np.where(np.arange(confidence.shape[1]) < drafts.lengths[:, None], confidence, 0.0)
+
+    def known_to_host(self, survival: Floats, decoder: Decoder) -> Floats:
+        """What the host has of it, float64 [B, K]: of the drafts before. New requests count as certain."""
+        names = [request.req_id for request in decoder.live]
+        before = np.array([self._before.get(name, np.ones(survival.shape[1])) for name in names])
+        self._before = dict(zip(names, survival, strict=True))
+        return before
+
+    def cut(self, drafts: Drafts, decoder: Decoder, target: RecordedTarget) -> Drafts:
+        """These drafts with the lengths that are verified."""
+        survival = self.survival(drafts, decoder, target)
+        size, k = survival.shape
+        scores = -np.sort(-self.known_to_host(survival, decoder), axis=None)
+        emitted = size + np.append(0.0, np.cumsum(scores))
+        num_kept = int(np.argmax(emitted / self._seconds(size + np.arange(size * k + 1))))
+        kept = np.zeros(size * k, bool)
+        kept[np.argsort(-survival, axis=None, kind="stable")[:num_kept]] = True
+        return drafts._replace(lengths=kept.reshape(size, k).sum(1))
+
+
+class Oracle(Adaptive):
+    """The same if it knew which drafted tokens are right."""
+
+    def survival(self, drafts: Drafts, decoder: Decoder, target: RecordedTarget) -> Floats:
+        """1 for what is right, else 0."""
+        texts = [tokens[:n] for tokens, n in zip(drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)]
+        right, start, survival = target(decoder.live, texts).token_ids, 0, np.zeros(drafts.token_ids.shape)
+        for row, text in zip(survival, texts, strict=True):
+            row[: len(text)] = np.cumprod(right[start : start + len(text)] == text)
+            start += len(text) + 1
+        return survival
+
+    def known_to_host(self, survival: Floats, decoder: Decoder) -> Floats:
+        """All of it."""
+        return survival
+
+
+Policy = Budget | Adaptive | MeasuredSchedule | Callable[[int], int]
+"""How many tokens are drafted for each request of a step: as many as pay, as engines decide on the host, on a device or
+in the scheduler; or K by the number of requests, 0 to switch drafts off."""
 
 
 def by_ranges(ranges: Sequence[tuple[int, int, int]]) -> Callable[[int], int]:
@@ -113,6 +174,9 @@ def simulate(
     """
     target, budget = RecordedTarget(), policy if isinstance(policy, Budget) else None
     decoder = Decoder(drafter, target, num_speculative_tokens, knows_noise=False, budget=budget)
+    if isinstance(policy, Adaptive):
+        draft: Any = decoder.drafting.draft
+        decoder.drafting.draft = lambda *args, **kwargs: policy.cut(draft(*args, **kwargs), decoder, target)  # type: ignore[method-assign]
     waiting = [rollout for rollout in reversed(rollouts) if rollout.token_ids.size]
     sizes: set[int] = set()  # numbers of tokens that some step has had
     tokens = 0
@@ -125,14 +189,23 @@ def simulate(
         num_requests = len(decoder.live)
         if not num_requests:
             return
-        counts = decoder.step(num_speculative_tokens if isinstance(policy, Budget) else policy(num_requests))
+        k = num_speculative_tokens
+        if isinstance(policy, MeasuredSchedule):
+            k = policy.choose(num_requests)
+        elif callable(policy):
+            k = policy(num_requests)
+        counts = decoder.step(k)
         num_draft_tokens, num_accepted = int(counts.drafted.sum()), int(counts.accepted.sum())
+        if not isinstance(policy, Budget | Adaptive):
+            num_draft_tokens = k * num_requests  # where there is no draft something else is verified
         size = num_requests + num_draft_tokens
         draft_seconds = cost.drafting(num_requests) * (decoder.drafting.num_asked > 0)
         seconds = cost.whole_step(num_requests, num_draft_tokens) + draft_seconds
         seconds += cost.cold_seconds * (size not in sizes)
         sizes.add(size)
         decoder.observe_step(counts, seconds, draft_seconds)
+        if isinstance(policy, MeasuredSchedule):
+            policy.observe(np.full(num_requests, k), counts.accepted, seconds)
         target.settle(decoder)
         tokens += int(counts.emitted.sum())
         yield Step(num_requests, num_draft_tokens, num_accepted, seconds, draft_seconds, tokens)

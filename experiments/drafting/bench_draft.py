@@ -129,7 +129,10 @@ def quality(bench: Bench, directory: Path, names: Sequence[str], scale: float, d
             totals = {result.emitted_tokens for result in results.values()}
             assert len(totals) == 1, f"drafters emitted different numbers of tokens: {totals}"
             for label, result in results.items():
-                bench.row("quality", set=name, regime=regime, drafter=label, **result.to_dict())
+                reliability = result.reliability.round(1).tolist()
+                bench.row(
+                    "quality", set=name, regime=regime, drafter=label, **result.to_dict(), reliability=reliability
+                )
             cells = [f"{r.emitted_tokens / r.request_steps:.3f} ({drafted(r):.1f})" for r in results.values()]
             print(f"| {name} | {regime} | " + " | ".join(cells) + " |", flush=True)
 
