@@ -1,0 +1,70 @@
+"""No step of an engine with the device drafter waits for the device: a wait would undo asynchronous scheduling."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tests.integrations.engines import build, count_preemptions, generate, mixed_params, prompts_of, verify_all
+
+pytestmark = pytest.mark.engine
+
+WAITS = {
+    "item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__", "nonzero", "argwhere",
+    "masked_select", "unique", "repeat_interleave", "bincount", "allclose", "equal", "synchronize",
+}  # fmt: skip
+"""Functions of tensors that read values on the host, or whose result has a size that follows from values."""
+MEANT = {
+    ("archive.py", "take_copy"): "a rollout's copy, once it has arrived",
+    ("device_io.py", "read"): "counts that have arrived",
+    ("compat.py", "apply_sampling_params"): "vLLM has these lengths on the host",
+}
+"""Where our code reads what is on the host."""
+ROOT = Path(__file__).parents[2]
+
+
+class Watch(TorchFunctionMode):
+    """Counts such calls by the function of ours that makes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        by_mask = name in ("__getitem__", "__setitem__") and any(
+            isinstance(index, torch.Tensor) and index.dtype == torch.bool
+            for index in (args[1] if isinstance(args[1], tuple) else (args[1],))
+        )
+        if name in WAITS or by_mask:
+            frame = sys._getframe(1)
+            while frame.f_code.co_name.startswith("<"):
+                frame = frame.f_back
+            path = Path(frame.f_code.co_filename)
+            if path.is_relative_to(ROOT) and not {"tests", "site-packages"} & set(path.relative_to(ROOT).parts):
+                self.found[path.name, frame.f_code.co_name, name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_step_waits(tiny_model):
+    """Nor one after a weight update, with ended, preempted and stopped requests among them."""
+    options = {"drafter": "device", "drafter_options": {"max_resident_tokens": 4096}}
+    small = {"max_num_seqs": 6, "block_size": 32, "num_gpu_blocks_override": 7, "enable_prefix_caching": False}
+    llm = build(tiny_model, **small, **verify_all(num_speculative_tokens=3, **options))
+    preempted = count_preemptions(llm)
+    params = [
+        *mixed_params(8, 1, max_tokens=40, ignore_eos=True),
+        *mixed_params(3, 2, max_tokens=30, stop=["w7", "w3"], logprobs=None),
+    ]
+    prompts = prompts_of(params)
+    with Watch() as watch:
+        for _ in range(2):
+            generate(llm, params, prompts)
+            llm.collective_rpc("rollout_spec", args=("begin_policy_version",))
+    assert preempted
+    assert {found[:2] for found in watch.found} == set(MEANT)
