@@ -15,8 +15,8 @@ from tests.integrations.engines import build, count_preemptions, generate, mixed
 pytestmark = pytest.mark.engine
 
 WAITS = {
-    "item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__", "nonzero", "argwhere",
-    "masked_select", "unique", "repeat_interleave", "bincount", "allclose", "equal", "synchronize",
+    "item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__", "nonzero",
+    "argwhere", "masked_select", "unique", "repeat_interleave", "bincount", "allclose", "equal", "synchronize",
 }  # fmt: skip
 """Functions of tensors that read values on the host, or whose result has a size that follows from values."""
 MEANT = {
