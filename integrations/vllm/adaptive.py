@@ -100,7 +100,7 @@ def whole_ranges(num_speculative_tokens: int, max_step_tokens: int) -> list[tupl
 
 
 def prepare_to_measure(runner: Any, index_dtype: torch.dtype) -> None:
-    """Called before vLLM measures what steps cost. Compiles first what cuts drafts, which vLLM does while it serves.
+    """Called before vLLM measures what steps cost. Compiles what cuts drafts, which vLLM does while it serves.
 
     PyTorch compiles variants for one request and for more, and for one draft token that stays and for more.
 

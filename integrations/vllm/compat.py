@@ -112,17 +112,6 @@ def check_adaptive_verification(vllm_config: Any) -> None:
         speculative.enable_adaptive_verification = False
 
 
-def num_experts_per_token(model_config: Any) -> int:
-    """How many experts a token of a mixture of experts uses; 0 where it is not known.
-
-    From 0.31 on vLLM knows all names. With 0.31 as the oldest version, call its method.
-    """
-    if hasattr(model_config, "get_num_experts_per_tok"):
-        return int(model_config.get_num_experts_per_tok() or 0)
-    used = getattr(model_config.hf_text_config, "num_experts_per_tok", 0)
-    return used if isinstance(used, int) else 0
-
-
 # -- the front end ---------------------------------------------------------------------------------------------------
 
 

@@ -135,7 +135,7 @@ def test_steps_with_drafts_are_affordable(k, max_num_seqs, share):
 @pytest.mark.parametrize(
     ("num_experts", "used", "share"),
     [
-        (0, {}, 1.0),
+        (0, {"hf_text_config": SimpleNamespace()}, 1.0),
         (128, {"get_num_experts_per_tok": lambda: 8}, 1 / 16),
         (128, {"hf_text_config": SimpleNamespace(num_experts_per_tok=8)}, 1 / 16),
         (64, {"hf_text_config": SimpleNamespace(num_experts_per_tok=[4, 8])}, 1.0),
