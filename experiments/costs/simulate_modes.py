@@ -107,7 +107,8 @@ def cell(place: tuple[Path, int, bool, Sequence[str]]) -> list[dict[str, Any]]:
         mode: Mode = name if name in ("none", "host") else "device"  # type: ignore[assignment]
         cost, policy = step_cost(model, mode, gpu, context=context), policy_of(name, model, gpu)
         drafter = filled(earlier) if isinstance(policy, Budget) else filled(earlier, min_survival=0.0)
-        list(run(others, drafter, policy, cost))
+        if name != "none":
+            list(run(others, drafter, policy, cost))
         result = sum_up(list(run(phase, drafter, policy, cost)))
         seconds[gpu, model, context, name] = result.seconds
         speedup = seconds[gpu, model, context, "none"] / result.seconds

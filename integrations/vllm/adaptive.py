@@ -2,9 +2,9 @@
 
 V2's model runner times its CUDA graphs at start. In each step it then keeps those draft tokens, of all requests, that
 are worth the time of their verification by the drafter's confidence. Whether an engine's attention kernels allow that,
-the workers know once vLLM has made them; elsewhere K follows the number of requests, which the scheduler reads when it
-is made after that, maybe in another process. So a schedule of ours is in vLLM's configuration from the beginning, and
-the engine's core replaces it if its workers verify adaptively.
+the workers know once vLLM has made them; elsewhere all requests of a step have one K (`measured_schedule.py`). The
+scheduler is made after that, maybe in another process, and reads a schedule of K by the number of requests. So one of
+ours is in vLLM's configuration from the beginning, and the engine's core replaces it if its workers cut drafts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.config import OUR_SCHEDULE, say, shown_ranges
-from rollout_spec.integrations.vllm.step_sizes import MEASURED_CONTEXT
+from rollout_spec.integrations.vllm.step_sizes import MEASURED_CONTEXT, ranges_of
 
 MOST_REQUESTS = 512
 """Of a step with drafts, an estimate: of more, sorting the confidences on the host would take milliseconds."""
@@ -50,9 +50,8 @@ def initialize_kv_cache(runner: Any, initialize: Callable[[], Any]) -> Any:
 
 
 def _switch(runner: Any, *, on: bool) -> None:
-    speculator = runner.speculator
-    runner.vllm_config.speculative_config.enable_adaptive_verification = on
-    speculator.enable_adaptive_verification = speculator.keeps_rates = runner.sampler.enable_adaptive_verification = on
+    for owner in (runner.vllm_config.speculative_config, runner.speculator, runner.sampler):
+        owner.enable_adaptive_verification = on
 
 
 def settle_schedule(vllm_config: Any, ask_workers: Callable[[], list[dict[str, Any]]]) -> None:
@@ -74,29 +73,13 @@ def settle_schedule(vllm_config: Any, ask_workers: Callable[[], list[dict[str, A
     if answers == {False}:
         return
     k, scheduler = speculative.num_speculative_tokens, vllm_config.scheduler_config
-    ranges = whole_ranges(k, scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens)
+    # Before they are cut, the scheduler needs room for all of each.
+    room = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    ranges = ranges_of([k, *(fewer for fewer in (3, 1) if fewer < k)], room, most_requests=MOST_REQUESTS)
     has_more = scheduler.max_num_seqs > ranges[0][1]
     speculative.num_speculative_tokens_per_batch_size = ranges if has_more else None
     speculative.enable_adaptive_verification = True
     say(f"rollout_spec: of up to {k} draft tokens of each request as many are verified as pay by vLLM's measured costs")
-
-
-def whole_ranges(num_speculative_tokens: int, max_step_tokens: int) -> list[tuple[int, int, int]]:
-    """K by the number of requests, before drafts are cut: vLLM's scheduler needs room for all of each.
-
-    Args:
-        max_step_tokens: Of those that the scheduler plans.
-
-    Returns:
-        (first, last, K) of ranges of requests, rising; K of the last one is 0.
-    """
-    ranges, first = [], 1
-    for k in (num_speculative_tokens, *(k for k in (3, 1) if k < num_speculative_tokens)):
-        last = min(MOST_REQUESTS, max_step_tokens // (k + 1))
-        if last >= first:
-            ranges.append((first, last, k))
-            first = last + 1
-    return [*ranges, (first, first, 0)]
 
 
 def prepare_to_measure(runner: Any, index_dtype: torch.dtype) -> None:

@@ -168,9 +168,11 @@ def is_recurrent(vllm_config: Any) -> bool:
 def share_of_experts(vllm_config: Any) -> float:
     """How many of its experts a token of the model uses, of all; 1 for a dense model, or where it is not known."""
     model = vllm_config.model_config
+    if not model.is_moe:
+        return 1.0
     known = getattr(model, "get_num_experts_per_tok", None)  # from vLLM 0.31 on, which knows all names for it
     used = known() if known is not None else getattr(model.hf_text_config, "num_experts_per_tok", 0)
-    return min(used / model.get_num_experts(), 1.0) if model.is_moe and isinstance(used, int) and used else 1.0
+    return min(used / model.get_num_experts(), 1.0) if isinstance(used, int) and used else 1.0
 
 
 def repeats_seeds(vllm_config: Any) -> bool:

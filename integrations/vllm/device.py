@@ -50,13 +50,14 @@ class DeviceSpeculator(Session, BaseSpeculator):
             vLLM counts it when it measures what is left for the KV cache; in 0.26 `gpu_memory_utilization` must leave
             room.
         problems: Knows prompts only: outputs stay on the device.
-        keeps_rates: Whether `draft_token_confidence_probs` is filled.
+        keeps_rates: Whether `draft_token_confidence_probs` is filled where vLLM does not cut drafts, too.
         draft_token_confidence_probs: float32 [B, K], for vLLM's adaptive verification and for a choice between drafts.
     """
 
     supports_mm_inputs = False
     draft_logits = None
     num_given_tokens = 0
+    keeps_rates = False
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         config = config_of(vllm_config)
@@ -66,7 +67,7 @@ class DeviceSpeculator(Session, BaseSpeculator):
         self.session = self
         self.stats = SpeculationStats()
         self.num_speculative_tokens = config.max_draft_tokens
-        self.keeps_rates = self.enable_adaptive_verification = compat.verifies_adaptively(speculative)
+        self.enable_adaptive_verification = compat.verifies_adaptively(speculative)
         self.drafter = DeviceDrafter(
             max_requests=vllm_config.scheduler_config.max_num_seqs,
             max_model_len=vllm_config.model_config.max_model_len,
@@ -187,7 +188,7 @@ class DeviceSpeculator(Session, BaseSpeculator):
             self.drafter.extend(req_indices, history, total_len, num_sampled, *seen)
             return self._no_drafts(input_batch.num_reqs)
         drafts, rates = self.drafter.propose(req_indices, num_sampled, history, total_len, *noise, *seen)
-        if self.keeps_rates:
+        if self.keeps_rates or self.enable_adaptive_verification:
             self.draft_token_confidence_probs[: input_batch.num_reqs] = rates
         return drafts
 

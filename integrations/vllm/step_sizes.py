@@ -20,11 +20,12 @@ from rollout_spec.integrations.vllm.config import OUR_SCHEDULE
 LARGEST = 2048
 """Larger steps keep a GPU busy for longer than launching their kernels takes, and their graphs would need memory."""
 CHEAP_TOKENS, CHEAP_TOKENS_A100 = 192, 144
-"""So many tokens a step verifies in about the time that it takes to read the weights; by simulation never slower than
-no drafts on an H100 and an A100 (experiments/results/README.md, `modes_simulated.jsonl`)."""
-UNREAD_EXPERTS, OTHER_WEIGHTS = 0.05, 0.5
-"""Drafts are worth reading further experts where the requests' own tokens leave no larger share of them unread. Of the
-weights that tokens would share if all were experts', as others are not: an estimate, 0.57 to 0.9 in today's models."""
+"""So many tokens a step verifies in about the time that it takes to read the weights, where contexts are short: see
+`modes_simulated.jsonl` in experiments/results/README.md."""
+UNREAD_EXPERTS, EXPERTS_WEIGHTS = 0.05, 0.5
+"""A mixture of experts has drafts once the requests' own tokens leave at most UNREAD_EXPERTS of the experts unread. If
+a token uses one expert in 16, a step computes 16 EXPERTS_WEIGHTS times as many tokens while it reads the weights: an
+estimate, and a cautious one, as the layers besides the experts make it 0.57 to 0.9 in today's models."""
 MEASURED_CONTEXT = 512
 """Tokens of context of each token in the steps that vLLM measures for its adaptive verification. With 256 to 1,024 of
 them, a step of more requests took on an A100 what verifying as many draft tokens took (experiments/results/README.md).
@@ -71,18 +72,32 @@ def affordable_ranges(
     Returns:
         (first, last, K) of ranges of requests, rising, as vLLM takes them; K of the last one is 0.
     """
-    ranges, first = [], 1
+    first = 1
     if share_of_experts < 1:
-        max_tokens = int(max_tokens * max(1.0, OTHER_WEIGHTS / share_of_experts))
+        max_tokens = int(max_tokens * max(1.0, EXPERTS_WEIGHTS / share_of_experts))
         first += int(math.log(UNREAD_EXPERTS) / math.log(1 - share_of_experts))
-        ranges += [(1, first - 1, 0)] if first > 1 else []
-    width = 1 << (num_speculative_tokens + 1).bit_length() - 1
-    while width > 1:
-        last = max_tokens // width
+    ks = [(1 << bits) - 1 for bits in range((num_speculative_tokens + 1).bit_length() - 1, 0, -1)]
+    return [*([(1, first - 1, 0)] if first > 1 else []), *ranges_of(ks, max_tokens, first)]
+
+
+def ranges_of(
+    ks: Sequence[int], max_tokens: int, first: int = 1, most_requests: int = 1 << 31
+) -> list[tuple[int, int, int]]:
+    """The largest K with which a step has at most `max_tokens` tokens, by the number of requests from `first` on.
+
+    Args:
+        ks: Falling.
+        most_requests: With more of them K is 0.
+
+    Returns:
+        As `affordable_ranges`.
+    """
+    ranges = []
+    for k in ks:
+        last = min(max_tokens // (k + 1), most_requests)
         if last >= first:
-            ranges.append((first, last, width - 1))
+            ranges.append((first, last, k))
             first = last + 1
-        width //= 2
     return [*ranges, (first, first, 0)]
 
 
