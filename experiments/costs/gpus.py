@@ -31,8 +31,8 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 PEAKS = {"h100": (3.35e12, 989e12), "h200": (4.8e12, 989e12), "a100": (2.04e12, 312e12)}
 """Bytes and dense bf16 operations per second in NVIDIA's data sheets, SXM, A100 with 80 GB."""
 BYTES_SHARE, FLOPS_SHARE = 0.8, 0.7
-"""What kernels reach of them: estimates. With these alone a step of 2,304 tokens takes an 8B model 61 ms on an H100, and
-one of 256 without drafts 14, where reading vLLM's code had given 55 to 60 and 12; with MEASURED_SHARE 46 and 14."""
+"""What kernels reach of them: estimates. With these alone a step of 2,304 tokens takes an 8B model 61 ms on an H100,
+and one of 256 without drafts 14, where reading vLLM's code had given 55 to 60 and 12; with MEASURED_SHARE 46 and 14."""
 SHARPNESS = 4
 """Where reading weights and computing take about the same time, kernels reach less of either: the two times to this
 power are added. At equal times that is 1.19 times as long as either. An estimate."""
