@@ -107,11 +107,16 @@ def test_drafts_are_cut_where_attention_allows_it(tiny_model, off, reference_mod
     config = llm.llm_engine.vllm_config.speculative_config
     assert config.enable_adaptive_verification
     assert config.num_speculative_tokens_per_batch_size is None, "no schedule by the number of requests beside it"
-    decisions = kept_and_scheduled(llm, monkeypatch)
+    decisions, manager = kept_and_scheduled(llm, monkeypatch), runner_of(llm).adaptive_verification
+    confidences, record = [], manager.record_confidences
+    monkeypatch.setattr(
+        manager, "record_confidences", lambda rates, batch: confidences.append(rates.clone()) or record(rates, batch)
+    )
     prompts, params = requests(8)
     plain = generate(off, params, prompts)
     for _ in range(2):
         assert_same(generate(llm, params, prompts), plain, prompts, params, reference_model)
+    assert any(((rates > 0) & (rates < 1)).any() for rates in confidences), "the drafter's own"
     kept, scheduled = np.sum(decisions, 0)
     assert 0 < kept < 0.7 * scheduled
     stats = stats_of(llm)
