@@ -133,6 +133,7 @@ def check_drafts(device: torch.device) -> None:
     temperature = torch.tensor([0.0, 0.8], device=device).repeat(size)[:size]
     history = torch.from_numpy(np.tile(text, (size, 1))).to(device)
     engine = history, total_len, torch.arange(size, device=device), temperature
+    drafter.reserve(np.arange(size), lengths)
     drafter.propose(slots, total_len - 5, *engine)
     expected = np.stack([text[n : n + k] for n in lengths])
     for batch in (7, 63, 95):
@@ -167,17 +168,17 @@ def check_host_copy(device: torch.device) -> None:
 
 
 def check_moving_history(device: torch.device) -> None:
-    """Rollouts go from a request's row to the pool, to the host and back to the pool, and drafts follow them.
+    """Texts move as they grow, rollouts go to the host and come back to the pool, and drafts follow them.
 
     The pool has room for one problem's rollout. Requests of two problems take turns in one slot, so each finds that its
     problem's rollout has gone to the host, and brings it back. A text's tokens are distinct: what to draft is known.
     """
-    k, length, prompt = 4, 300, 5
+    k, length, prompt = 4, 3000, 5
     drafter = DeviceDrafter(
-        max_requests=1, max_model_len=length, device=device, max_draft_tokens=k,
+        max_requests=2, max_model_len=length, device=device, max_draft_tokens=k,
         max_resident_tokens=length, max_problem_tokens=length,
     )  # fmt: skip
-    texts = [np.arange(length, dtype=np.int32) + 1000 * problem for problem in range(2)]
+    texts = [np.arange(length, dtype=np.int32) + length * problem for problem in range(2)]
     uploaded = [torch.from_numpy(text[None]).to(device) for text in texts]
     sizes = {n: torch.full((1,), n, dtype=torch.int32, device=device) for n in (prompt + 1, length - k)}
     slots, ones = torch.zeros(1, dtype=torch.int32, device=device), torch.ones(1, dtype=torch.int32, device=device)
@@ -195,8 +196,10 @@ def check_moving_history(device: torch.device) -> None:
             keep_busy(device)
             history.copy_(uploaded[problem])
             total_len.copy_(sizes[prompt + 1])
+            drafter.reserve(np.zeros(1, int), np.full(1, prompt + 1))
             early.append((texts[problem], drafter.propose(slots, ones, *engine)))
             total_len.copy_(sizes[length - k])
+            drafter.reserve(np.zeros(1, int), np.full(1, length - k))
             late.append(drafter.propose(slots, new, *engine)[1])
             drafter.stop_requests([EndedRequest(0, length - k)])
             history.zero_()  # the next request's, while the rollout is still being copied

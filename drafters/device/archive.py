@@ -36,7 +36,9 @@ class Pool:
         return None
 
     def release(self, start: int, size: int) -> None:
-        """Free a range."""
+        """Free a range, which may be empty."""
+        if not size:
+            return
         i = bisect_left(self.gaps, (start, size))
         if i < len(self.gaps) and start + size == self.gaps[i][0]:
             size += self.gaps.pop(i)[1]

@@ -13,11 +13,12 @@ holds a place in each of a few other problems (`kernels.Texts.index`). A request
 what is found there votes beside the matches of its own problem, with a small weight. The index has a fixed size: texts
 that began, ended or came later overwrite others. A place whose text has gone is recognised by the text's stamp.
 
-The texts are one array, and what the target saw at each token (`rollout_spec.features`) is another beside it: a row per
-slot of the engine for the live requests, then a pool of fixed size for ended rollouts. A request that ends is copied
-from its row to the pool, and to the host. A problem's rollouts stay in the pool while it has live requests, and after
-that until the space is needed; when requests of an evicted problem start, its newest rollouts are uploaded while the
-prompts are read.
+The texts are one array, and what the target saw at each token (`rollout_spec.features`) is another beside it. Both are
+a pool from which every text gets a piece: no engine has as many tokens in flight as its longest requests could have, so
+a live request gets a piece twice as long whenever its own is full, and its text is moved there. The rollout of a
+request that ends stays where it is, and is copied to the host. A problem's rollouts stay in the pool while it has live
+requests, and after that until the space is needed; when requests of an evicted problem start, its newest rollouts are
+uploaded while the prompts are read.
 
 The host decides where texts lie, by the lengths that it knows and the order of its calls, so that all ranks decide
 alike. While it serves, it waits for the device in one case: a rollout is to be uploaded before its copy to the host has
@@ -48,7 +49,9 @@ from rollout_spec.history.rollout import Rollout
 MAX_MEMBERS = 255
 """Most documents of one problem that are scanned, newest first; ended ones are the first to be left out."""
 TOKENS_PER_DOCUMENT, TOKENS_PER_PROBLEM = 16, 256
-"""Pool tokens per entry of the table of documents, and of that of problems."""
+"""Tokens of ended rollouts per entry of the table of documents, and of that of problems."""
+MORE_ROOM = 1024
+"""For at least so many further tokens a live request gets room when it needs some."""
 NO_PROBLEM = -(2**64)
 """Requests without a problem get ids from here downwards, apart from hashes and from callers' ids."""
 
@@ -126,8 +129,9 @@ class DeviceDrafter:
         use_noise: Whether to draft with the noise by which requests of positive temperature are sampled.
         features: Use what the target saw, where it is given: candidates weigh by how similar the target's state was,
             and vote for all tokens that it thought likely there.
-        max_resident_tokens: Size of the pool of ended rollouts, in tokens of 36 bytes, 4 without `features`. A token of
-            a live request takes as much.
+        max_resident_tokens: Bound on the ended rollouts' tokens in the pool. Each takes 36 bytes, 4 without `features`.
+        max_live_tokens: What the pool has room for beside these. None: `max_requests` texts of `max_model_len`. Where
+            live requests have more, ended rollouts go first; then there are requests without drafts.
         max_problem_tokens: Bound on one problem's tokens in the pool; its newest rollouts are kept.
         max_history_tokens: Bound on the tokens kept on the host. The oldest rollouts go first.
 
@@ -151,6 +155,7 @@ class DeviceDrafter:
         use_noise: bool = True,
         features: bool = True,
         max_resident_tokens: int = MAX_RESIDENT_TOKENS,
+        max_live_tokens: int | None = None,
         max_problem_tokens: int = 131_072,
         max_history_tokens: int = 64_000_000,
     ) -> None:
@@ -160,9 +165,9 @@ class DeviceDrafter:
         self.dropped_tokens = 0
         self.wants_features = checks.switch("features", features)
         self._device = device
-        self._max_model_len = max_model_len
+        self._largest_piece = max_model_len + 1  # one that is full says that tokens may be missing
         self._use_noise = use_noise
-        self._max_problem_tokens = max_problem_tokens
+        self._max_resident_tokens, self._max_problem_tokens = max_resident_tokens, max_problem_tokens
         self._version = 0
 
         num_documents = max_requests + max_resident_tokens // TOKENS_PER_DOCUMENT
@@ -174,10 +179,11 @@ class DeviceDrafter:
         stamp_shift = position_bits + num_documents.bit_length()
         self._max_stamp = (1 << 63 - stamp_shift) - 1
         self._last_stamp = 0
-        self._pool_start = max_requests * max_model_len
-        self._pool = Pool(max_resident_tokens)
+        all_live = max_requests * self._largest_piece
+        num_tokens = max_resident_tokens + (all_live if max_live_tokens is None else min(max_live_tokens, all_live))
+        self._pool = Pool(num_tokens)
+        self._pieces = np.zeros((max_requests, 2), np.int64)  # (first token, size) in the pool of each slot
         new = torch.zeros
-        num_tokens = self._pool_start + max_resident_tokens
         self._texts = kernels.Texts(
             members=new(num_problems, 1 + MAX_MEMBERS, dtype=torch.int32, device=device),
             tokens=new(num_tokens, dtype=torch.int32, device=device),
@@ -198,6 +204,7 @@ class DeviceDrafter:
         self._live: dict[int, _Live] = {}
         self._problems: dict[int, _Problem] = {}
         self._idle: dict[int, _Problem] = {}  # without live requests, idle longest first
+        self._num_resident = 0
         self._free_rows = list(range(num_problems - 1, -1, -1))
         self._free_documents = list(range(num_documents - 1, max_requests - 1, -1))
         self.max_history_tokens = max_history_tokens
@@ -220,6 +227,8 @@ class DeviceDrafter:
         own_only: bool = False,
     ) -> None:
         """Begin a request in a slot. Its tokens are read from the engine's own copy, by `propose` or `extend`.
+
+        It has room for them after `reserve`.
 
         Args:
             problem_id: Requests with the same id share history. None: the hash of the prompt; an empty prompt has no
@@ -250,7 +259,40 @@ class DeviceDrafter:
         self._live[slot] = live
         self._num_started += 1
         self._changed_problems[problem.row] = problem
-        self._describe(slot, problem, slot * self._max_model_len, 0, live.prompt_length)
+        self._describe(slot, problem, 0, 0, live.prompt_length)
+
+    def reserve(self, slots: NDArray[np.integer], lengths: NDArray[np.integer]) -> None:
+        """Give live requests room for their texts, where the pool has it. Called before each `propose` or `extend`.
+
+        A request without room has no drafts, and of its rollout only what has room is kept.
+
+        Args:
+            slots: integer [B].
+            lengths: integer [B], upper bounds on the tokens of each after the step, prompts and what `continue_drafts`
+                is given included.
+        """
+        is_short = self._pieces[slots, 1] <= np.minimum(lengths, self._largest_piece - 1)
+        if not is_short.any():
+            return
+        self._publish()
+        rows, left = [], []
+        for slot, length in zip(slots[is_short].tolist(), lengths[is_short].tolist(), strict=True):
+            if slot not in self._live:
+                continue
+            piece = tuple(self._pieces[slot].tolist())
+            size = min(max(length + MORE_ROOM, 2 * piece[1]), self._largest_piece)
+            start = self._pool.allocate(size)
+            while start is None and self._idle:
+                self._evict_oldest()
+                start = self._pool.allocate(size)
+            if start is not None:
+                rows.append((slot, start, size))
+                left.append(piece)
+                self._pieces[slot] = start, size
+        if rows:
+            kernels.move(self._upload_array(np.array(rows, np.int64)), self._texts)
+        for piece in left:
+            self._pool.release(*piece)
 
     def preempt_request(self, slot: int) -> int:
         """Take a preempted request out of its slot. Returns the policy version that it started under.
@@ -258,7 +300,8 @@ class DeviceDrafter:
         Raises:
             ValueError: the slot is free.
         """
-        live = self._leave(slot)
+        live, piece = self._leave(slot)
+        self._pool.release(*piece)
         live.problem.members.remove(slot)
         self._mark_idle_if_unused(live.problem)
         return live.version
@@ -276,23 +319,25 @@ class DeviceDrafter:
         retired: dict[int, _Retired] = {}
         left: dict[int, _Problem] = {}
         for request in ended:
-            live = self._leave(request.slot)
+            live, (start, size) = self._leave(request.slot)
             problem = left[live.problem.row] = live.problem
-            if not request.keep:
-                problem.members.remove(request.slot)
-                continue
             context = min(live.prompt_length, MAX_DEPTH)
-            capacity = min(request.length, self._max_model_len) - live.prompt_length + context
-            place = self._place(problem, capacity) if capacity > context else None
+            begin = live.prompt_length - context
+            capacity = min(request.length, size) - begin
+            keeps = request.keep and capacity > context
+            place = self._place(problem, capacity, start + begin) if keeps else None
             if place is None:
+                self._pool.release(start, size)
                 problem.members.remove(request.slot)
-                self.dropped_tokens += max(capacity - context, 0)
+                self.dropped_tokens += capacity - context if keeps else 0
                 continue
-            document, start = place
+            document, first = place
+            self._pool.release(start, begin)
+            self._pool.release(first + capacity, size - begin - capacity)
             problem.members[problem.members.index(request.slot)] = document
-            problem.pieces[document] = (start, capacity)
+            self._keep(problem, document, first, capacity)
             pushed_out = retired.pop(document, None)  # a rollout that ended in this call and was evicted for this one
-            retired[document] = _Retired(request, live, start, capacity)
+            retired[document] = _Retired(request, live, first, capacity)
             self.dropped_tokens += pushed_out.capacity if pushed_out else 0
         for document in [d for d, entry in retired.items() if d not in entry.live.problem.pieces]:
             self.dropped_tokens += retired.pop(document).capacity
@@ -372,7 +417,7 @@ class DeviceDrafter:
     def _write_text(self, start: int, tokens: NDArray[np.int32], features: Features) -> None:
         """Upload a text to its place in the pool, on a stream of its own."""
         with self._on_side():
-            place = slice(self._pool_start + start, self._pool_start + start + tokens.size)
+            place = slice(start, start + tokens.size)
             self._texts.tokens[place] = self._upload_array(tokens)
             if self.wants_features:
                 self._texts.features[place] = self._upload_array(features)
@@ -421,6 +466,7 @@ class DeviceDrafter:
         stops = np.full((1, 1), -1, np.int32)
         rows = self._upload_array(row), self._upload_array(stops)
         kernels.retire(*rows, self._texts)
+        kernels.move(torch.zeros(1, 3, dtype=torch.int64, device=self._device), self._texts)
         kernels.index(torch.zeros(1, dtype=torch.int64, device=self._device), self._texts)
 
     # -- a step ------------------------------------------------------------------------------------------------------
@@ -516,7 +562,7 @@ class DeviceDrafter:
             scratch = kernels.Drafts(num_drafted, *(tensor[:, num_given:].contiguous() for tensor in others))
             self._continued[num_given] = scratch
         lengthened = torch.empty_like(wanted)
-        arguments = slots, wanted, token_ids, self._max_model_len, self._texts
+        arguments = slots, wanted, token_ids, self._texts
         kernels.lengthen(*arguments, lengthened, shorten=False)
         drafted = self._draft(slots, lengthened, seeds, temperature, scratch)
         kernels.lengthen(*arguments, lengthened, shorten=True)
@@ -531,7 +577,7 @@ class DeviceDrafter:
         first_rows: Tensor,
         num_sampled: Tensor,
     ) -> None:
-        known = self._max_model_len, self._texts, self._last_drafts, self._counts, self._by_source
+        known = self._texts, self._last_drafts, self._counts, self._by_source
         kernels.extend(slots, history, total_len, *known, features, first_rows, num_sampled)
 
     # -- what is known about it --------------------------------------------------------------------------------------
@@ -574,11 +620,13 @@ class DeviceDrafter:
         documents = [document for problem in self._problems.values() for document in problem.pieces]
         assert len(documents) == len(set(documents)), "a document has two owners"
         assert not set(documents) & set(self._free_documents), "a document is free and owned"
+        assert self._num_resident == sum(size for _, size in places) <= self._max_resident_tokens, "resident tokens"
+        assert not {*np.flatnonzero(self._pieces[:, 1])} - {*self._live}, "a free slot has a piece of the pool"
         end = 0
-        for start, size in sorted([*places, *self._pool.gaps]):
+        for start, size in sorted([*places, *self._pool.gaps, *map(tuple, self._pieces[self._pieces[:, 1] > 0])]):
             assert start == end, "the pool has a hole or an overlap"
             end = start + size
-        assert self._pool_start + end == self._texts.tokens.numel(), "the pool lost its end"
+        assert end == self._texts.tokens.numel(), "the pool lost its end"
         for problem in self._problems.values():
             live = {slot for slot, request in self._live.items() if request.problem is problem}
             assert problem.num_live == len(live), "live requests"
@@ -588,15 +636,18 @@ class DeviceDrafter:
 
     # -- bookkeeping -------------------------------------------------------------------------------------------------
 
-    def _leave(self, slot: int) -> _Live:
+    def _leave(self, slot: int) -> tuple[_Live, tuple[int, int]]:
+        """Take a request out of its slot. Returns it, and the piece of the pool that its text is in."""
         live = self._live.pop(slot, None)
         if live is None:
             raise ValueError(f"slot {slot} is free: start_request comes first")
         live.problem.num_live -= 1
         self._changed_problems[live.problem.row] = live.problem
         # Without a stamp nobody finds it any more.
-        self._changed_documents[slot] = (slot * self._max_model_len, 0, 0, live.problem.row, 0, 0)
-        return live
+        self._changed_documents[slot] = (0, 0, 0, live.problem.row, 0, 0, 0)
+        start, size = self._pieces[slot].tolist()
+        self._pieces[slot] = 0
+        return live, (start, size)
 
     def _add_problem(self, problem_id: int) -> _Problem:
         """A problem that is not on the device yet. Where there is no row for it, the one that is idle longest goes."""
@@ -607,16 +658,21 @@ class DeviceDrafter:
 
     def _describe(self, document: int, problem: _Problem, first: int, length: int, prompt_length: int) -> None:
         """Write a text's row of the table of documents, with a new stamp."""
-        fields = first, length, prompt_length, problem.row, problem.problem_id % kernels.COLUMNS.value
+        fields = first, length, prompt_length, problem.row, problem.problem_id % kernels.COLUMNS.value, 0
         self._changed_documents[document] = (*fields, self._new_stamp(problem))
 
     def _take_in(self, problem: _Problem, document: int, start: int, size: int, prompt_length: int) -> None:
         """Make a text that has been uploaded to the pool, at `start`, the newest of its problem."""
         problem.members.insert(0, document)
-        problem.pieces[document] = (start, size)
-        self._describe(document, problem, self._pool_start + start, size, prompt_length)
+        self._keep(problem, document, start, size)
+        self._describe(document, problem, start, size, prompt_length)
         self._unindexed.append(document)
         self._changed_problems[problem.row] = problem
+
+    def _keep(self, problem: _Problem, document: int, start: int, size: int) -> None:
+        """A piece of the pool holds an ended rollout from now on."""
+        problem.pieces[document] = (start, size)
+        self._num_resident += size
 
     def _new_stamp(self, problem: _Problem) -> int:
         """The next text's stamp."""
@@ -634,13 +690,14 @@ class DeviceDrafter:
             self._changed_documents = {document: (*row[:-1], 0) for document, row in self._changed_documents.items()}
             self._last_stamp = 0
 
-    def _place(self, problem: _Problem, size: int) -> tuple[int, int] | None:
+    def _place(self, problem: _Problem, size: int, start: int | None = None) -> tuple[int, int] | None:
         """(document, first token in the pool) for a rollout of `size` tokens, None where there is no room.
 
         To make room, problems without live requests are evicted, then the problem's oldest rollouts.
 
         Args:
             problem: One that is not idle: it would be evicted, too.
+            start: Where it is in the pool; None: it comes from elsewhere.
         """
         assert problem.problem_id not in self._idle, "no place is sought for an idle problem"
         if size > self._max_problem_tokens:
@@ -648,22 +705,25 @@ class DeviceDrafter:
         oldest = [document for document in reversed(problem.members) if document in problem.pieces]
         while True:
             fits = problem.num_resident + size <= self._max_problem_tokens and len(problem.pieces) < MAX_MEMBERS
-            if fits and self._free_documents:
-                start = self._pool.allocate(size)
-                if start is not None:
+            num_free = self._max_resident_tokens - self._num_resident
+            if fits and num_free >= size and self._free_documents:
+                place = self._pool.allocate(size) if start is None else start
+                if place is not None:
                     document = self._free_documents.pop()
                     self._changed_documents.pop(document, None)  # its end, which must not undo what `retire` writes
-                    return document, start
+                    return document, place
             if fits and self._idle:
                 self._evict_oldest()
-            elif oldest and problem.num_resident + self._pool.num_free >= size:
+            elif oldest and problem.num_resident + num_free >= size:
                 self._forget(problem, oldest.pop(0))
             else:
                 return None
 
     def _forget(self, problem: _Problem, document: int) -> None:
         """Free an ended rollout's place."""
-        self._pool.release(*problem.pieces.pop(document))
+        piece = problem.pieces.pop(document)
+        self._pool.release(*piece)
+        self._num_resident -= piece[1]
         problem.members.remove(document)
         self._free_documents.append(document)
         self._changed_documents[document] = (0,) * kernels.FIELDS.value
@@ -686,23 +746,22 @@ class DeviceDrafter:
         del self._problems[problem.problem_id], self._idle[problem.problem_id]
 
     def _retire(self, retired: Mapping[int, _Retired]) -> None:
-        """Copy rollouts from their rows to the pool, and from there to the host."""
+        """Find where rollouts end, and copy them to the host."""
         most_stops = max(1, *(len(entry.ended.stop_token_ids) for entry in retired.values()))
         stops = np.full((len(retired), most_stops), -1, np.int32)
         rows = np.zeros((len(retired), kernels.RETIRED_FIELDS), np.int64)
         self._reserve_stamps(len(retired))  # none of an earlier count is entered after the index was emptied
-        for n, (document, (request, live, start, capacity)) in enumerate(retired.items()):
+        for n, (document, (request, live, _, capacity)) in enumerate(retired.items()):
             stops[n, : len(request.stop_token_ids)] = request.stop_token_ids
             may_stop = live.prompt_length + max(request.min_tokens, 1)
             must_stop = min(live.prompt_length + request.max_tokens, 2**31 - 1)
-            first, stamp = self._pool_start + start, self._new_stamp(live.problem)
-            rows[n] = (request.slot, document, first, capacity, may_stop, must_stop, stamp)
+            rows[n] = request.slot, document, capacity, may_stop, must_stop, self._new_stamp(live.problem)
         uploaded = self._upload_array(rows), self._upload_array(stops)
         kernels.retire(*uploaded, self._texts)
         with self._on_side():
             copies = []
             for document, (_, live, start, capacity) in retired.items():
-                place = slice(self._pool_start + start, self._pool_start + start + capacity)
+                place = slice(start, start + capacity)
                 parts = self._texts.tokens[place], self._texts.features[place], self._texts.documents[document, :3]
                 copies.append((live, *map(copy_to_host, parts)))
             copied = None
@@ -730,8 +789,9 @@ class DeviceDrafter:
         count = len(texts)
         start = None
         while count and start is None:
-            enough = len(self._free_documents) >= count
-            start = self._pool.allocate(int(sizes[count - 1])) if enough else None
+            size = int(sizes[count - 1])
+            fits = len(self._free_documents) >= count and self._num_resident + size <= self._max_resident_tokens
+            start = self._pool.allocate(size) if fits else None
             if start is None and self._idle:
                 self._evict_oldest()
             elif start is None:

@@ -2,11 +2,11 @@
 
 A step is three launches, whatever the batch: `_extend_kernel` copies the new tokens and counts the last drafts'
 outcomes, `_scan_kernel` finds each request's matches in its problem's texts and looks other problems' up in the index,
-and `_draft_kernel` drafts from them. `_retire_kernel` copies the text of requests that end to the pool, and
-`_index_kernel` indexes texts that come from the host. Counters are integers, and of the entries for one place of the
-index the largest stays, so that the order in which programs run does not matter: the same input gives the same drafts
-on every rank. Nothing waits for the device and sizes that change are read from memory, so a step can be captured in a
-CUDA graph.
+and `_draft_kernel` drafts from them. `_move_kernel` copies texts to where there is more room, `_retire_kernel` finds
+where requests have ended, and `_index_kernel` indexes texts that come from the host. Counters are integers, and of the
+entries for one place of the index the largest stays, so that the order in which programs run does not matter: the same
+input gives the same drafts on every rank. Nothing waits for the device and sizes that change are read from memory, so a
+step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ SPLITS = (2, 8, 32)
 TARGET_PROGRAMS = 132 * 5
 """Programs of the scan that an H200 has registers for at once: at most as many are launched, where the least split
 allows."""
+MOVE_SPLITS = 16
+"""Programs that share the copying of one text."""
 TILE_SPLITS = 2
 """How many of the programs of a scan share each document, by tiles."""
 
-OFFSET, LENGTH, PROMPT, PROBLEM, COLUMN, STAMP = (tl.constexpr(i) for i in range(6))
-FIELDS = tl.constexpr(6)
+OFFSET, LENGTH, PROMPT, PROBLEM, COLUMN, CAPACITY, STAMP = (tl.constexpr(i) for i in range(7))
+FIELDS = tl.constexpr(7)
 """Columns of the table of documents, int64: first token in the text, number of tokens, how many of these are prompt,
-its problem's row in `Texts.members`, its problem's column in the index, and its stamp. A later text has a larger stamp;
-one that other problems must not see has 0."""
-RETIRED_FIELDS = 7
-"""Columns of a row of `retire`: slot, new document, its offset and capacity, two lengths, prompt included (the least at
-which a stop token ends the request, and the one at which it ends in any case), and the new document's stamp."""
+its problem's row in `Texts.members`, its problem's column in the index, for live requests how many tokens there is room
+for, and its stamp. A later text has a larger stamp; one that other problems must not see has 0."""
+RETIRED_FIELDS = 6
+"""Columns of a row of `retire`: slot, new document, its capacity, two lengths, prompt included (the least at which a
+stop token ends the request, and the one at which it ends in any case), and the new document's stamp."""
 SHARED_ORDER = tl.constexpr(3)
 """Tokens of context by which other problems' texts are found. Four and six gave fewer tokens per step on recorded
 rollouts."""
@@ -93,7 +95,7 @@ class Texts(NamedTuple):
     members: Tensor
     """int32 [P, 1 + most members]: how many documents a problem has, and which, newest first."""
     tokens: Tensor
-    """int32 [T], a row for each slot, then the pool of ended rollouts."""
+    """int32 [T], of live requests and of ended rollouts."""
     documents: Tensor
     """int64 [D, FIELDS]; those of live requests are numbered by slot."""
     features: Tensor
@@ -155,13 +157,12 @@ def _entry(stamp, document, LAYOUT: tl.constexpr):
     return (stamp << LAYOUT[1]) | (document << LAYOUT[0])
 
 
-@triton.jit(do_not_specialize=["history_stride", "row_size", "num_buckets"])
+@triton.jit(do_not_specialize=["history_stride", "num_buckets"])
 def _extend_kernel(
     slots_ptr,  # int32 [B]
     history_ptr,  # int32 [R, history_stride]: the engine's tokens of each slot
     history_stride,
     total_len_ptr,  # int32 [R]: how many there are
-    row_size,  # most tokens of a live request in the text
     text_ptr,  # `Texts.tokens`
     documents_ptr,  # `Texts.documents`
     num_drafted_ptr,  # `Drafts.lengths`
@@ -188,7 +189,7 @@ def _extend_kernel(
     text_ptr += offset
     length = tl.load(documents_ptr + LENGTH).to(tl.int32)
     total_len = tl.load(total_len_ptr + slot).to(tl.int32)
-    end = tl.minimum(total_len, row_size)
+    end = tl.minimum(total_len, tl.load(documents_ptr + CAPACITY).to(tl.int32))
 
     # In the first step of a request, the slot's last drafts are those of the request before it.
     num_drafted = tl.where(length > 0, tl.load(num_drafted_ptr + slot), 0)
@@ -227,13 +228,12 @@ def _extend_kernel(
     tl.store(num_drafted_ptr + slot, 0)
 
 
-@triton.jit(do_not_specialize=["tokens_stride", "row_size"])
+@triton.jit(do_not_specialize=["tokens_stride"])
 def _lengthen_kernel(
     slots_ptr,  # int32 [B]
     wanted_ptr,  # int32 [B]
     tokens_ptr,  # int64 [B, M], tokens_stride
     tokens_stride,
-    row_size,  # most tokens of a live request in the text
     text_ptr,  # `Texts.tokens`
     documents_ptr,  # `Texts.documents`
     features_ptr,  # `Texts.features`
@@ -251,7 +251,8 @@ def _lengthen_kernel(
         is_longer = tl.load(lengthened_ptr + row)
         tl.store(documents_ptr + LENGTH, length - is_longer * M)
     else:
-        is_longer = tl.where(length + M <= row_size, tl.load(wanted_ptr + row), 0).to(tl.int32)
+        has_room = length + M < tl.load(documents_ptr + CAPACITY)
+        is_longer = tl.where(has_room, tl.load(wanted_ptr + row), 0).to(tl.int32)
         tl.store(lengthened_ptr + row, is_longer)
         j = tl.arange(0, WIDTH)
         is_token = j < is_longer * M
@@ -364,14 +365,16 @@ def _scan_kernel(
     TILE: tl.constexpr,
 ):
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    own = documents_ptr + slot * FIELDS
+    own_length = tl.load(own + LENGTH).to(tl.int32)
     kept = tl.zeros([MAX_CANDIDATES], tl.int64)
-    if tl.load(num_sampled_ptr + row) > 0:
-        slot = tl.load(slots_ptr + row).to(tl.int64)
+    # A text without room may lack its last tokens: nothing is drafted for it.
+    if (tl.load(num_sampled_ptr + row) > 0) & (own_length < tl.load(own + CAPACITY)):
         if split == 0:
             kept = _look_up(index_ptr, num_buckets, text_ptr, documents_ptr, slot, found_ptr + row * COLUMNS, LAYOUT)
-        own = documents_ptr + slot * FIELDS
         members_ptr += tl.load(own + PROBLEM) * members_stride
-        own_offset, own_length = tl.load(own + OFFSET), tl.load(own + LENGTH).to(tl.int32)
+        own_offset = tl.load(own + OFFSET)
         own_end, depth_limit = own_offset + own_length, tl.minimum(own_length, MAX_DEPTH)
         skip = (split % TILE_SPLITS) * TILE
         count = tl.load(members_ptr)
@@ -668,6 +671,28 @@ def _draft_kernel(
     tl.store(rates_ptr + row * K + j, tl.zeros([WIDTH], tl.float32), mask=empty)
 
 
+@triton.jit
+def _move_kernel(
+    rows_ptr,  # int64 [N, 3]: slot, where its text begins from now on, and how many tokens there is room for
+    text_ptr,  # `Texts.tokens`
+    documents_ptr,  # `Texts.documents`
+    features_ptr,  # `Texts.features`
+    FEATURES: tl.constexpr,  # whether they are kept
+    BLOCK: tl.constexpr,
+):
+    rows_ptr += tl.program_id(0) * 3
+    documents_ptr += tl.load(rows_ptr) * FIELDS
+    offset, new_offset = tl.load(documents_ptr + OFFSET), tl.load(rows_ptr + 1)
+    length = tl.load(documents_ptr + LENGTH).to(tl.int32)
+    for start in range(tl.program_id(1) * BLOCK, length, tl.num_programs(1) * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(text_ptr + new_offset + i, tl.load(text_ptr + offset + i, mask=i < length), mask=i < length)
+        if FEATURES:
+            for word in tl.static_range(FEATURE_WORDS):
+                value = tl.load(features_ptr + (offset + i) * FEATURE_WORDS + word, mask=i < length)
+                tl.store(features_ptr + (new_offset + i) * FEATURE_WORDS + word, value, mask=i < length)
+
+
 @triton.jit(do_not_specialize=["num_stops", "num_buckets"])
 def _retire_kernel(
     rows_ptr,  # int64 [N, ROW]; see RETIRED_FIELDS
@@ -675,45 +700,37 @@ def _retire_kernel(
     num_stops,
     text_ptr,  # `Texts.tokens`
     documents_ptr,  # `Texts.documents`
-    features_ptr,  # `Texts.features`
     index_ptr,  # `Texts.index`
     num_buckets,
-    FEATURES: tl.constexpr,  # whether they are kept
     LAYOUT: tl.constexpr,  # of the index
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
     rows_ptr += n * ROW
-    slot, document = tl.load(rows_ptr), tl.load(rows_ptr + 1)
-    offset, capacity = tl.load(rows_ptr + 2), tl.load(rows_ptr + 3).to(tl.int32)
-    may_stop, must_stop = tl.load(rows_ptr + 4).to(tl.int32), tl.load(rows_ptr + 5).to(tl.int32)
-    stamp = tl.load(rows_ptr + 6)
+    slot, document, capacity = tl.load(rows_ptr), tl.load(rows_ptr + 1), tl.load(rows_ptr + 2).to(tl.int32)
+    may_stop, must_stop = tl.load(rows_ptr + 3).to(tl.int32), tl.load(rows_ptr + 4).to(tl.int32)
+    stamp = tl.load(rows_ptr + 5)
     entry = _entry(stamp, document, LAYOUT)
     source = documents_ptr + slot * FIELDS
     prompt = tl.load(source + PROMPT).to(tl.int32)
     problem, column = tl.load(source + PROBLEM), tl.load(source + COLUMN)
     context = tl.minimum(prompt, MAX_DEPTH)
     begin = prompt - context
-    source_offset = tl.load(source + OFFSET) + begin
-    text = text_ptr + source_offset
+    offset = tl.load(source + OFFSET) + begin
+    text_ptr += offset
     end = tl.minimum(tl.load(source + LENGTH).to(tl.int32), must_stop) - begin
     end = tl.minimum(end, capacity)
     start = tl.zeros([], tl.int32)
     while start < end:
         i = start + tl.arange(0, BLOCK)
-        token = tl.load(text + i, mask=i < end, other=-2)
-        tl.store(text_ptr + offset + i, token, mask=i < end)
-        if FEATURES:
-            for word in tl.static_range(FEATURE_WORDS):
-                value = tl.load(features_ptr + (source_offset + i) * FEATURE_WORDS + word, mask=i < end, other=0)
-                tl.store(features_ptr + (offset + i) * FEATURE_WORDS + word, value, mask=i < end)
+        token = tl.load(text_ptr + i, mask=i < end, other=-2)
         stops = tl.zeros([BLOCK], tl.int1)
         for s in range(num_stops):
             stops |= token == tl.load(stops_ptr + n * num_stops + s)
         stops &= (i < end) & (begin + i + 1 >= may_stop)
         end = tl.minimum(end, tl.min(tl.where(stops, i + 1, end)))
-        _enter(index_ptr, num_buckets, text + i, i, i < end, context, column, entry, LAYOUT)
+        _enter(index_ptr, num_buckets, text_ptr + i, i, i < end, context, column, entry, LAYOUT)
         start += BLOCK
     target = documents_ptr + document * FIELDS
     tl.store(target + OFFSET, offset)
@@ -748,7 +765,6 @@ def extend(
     slots: Tensor,
     history: Tensor,
     total_len: Tensor,
-    row_size: int,
     texts: Texts,
     last: Drafts,
     counts: Tensor,
@@ -768,7 +784,6 @@ def extend(
         history,
         history.stride(0),
         total_len,
-        row_size,
         texts.tokens,
         texts.documents,
         *last,
@@ -789,9 +804,7 @@ def extend(
     )
 
 
-def lengthen(
-    slots: Tensor, wanted: Tensor, tokens: Tensor, row_size: int, texts: Texts, lengthened: Tensor, *, shorten: bool
-) -> None:
+def lengthen(slots: Tensor, wanted: Tensor, tokens: Tensor, texts: Texts, lengthened: Tensor, *, shorten: bool) -> None:
     """Append tokens that may come to the texts of `slots`, or take them away again. Arguments as of the kernel."""
     m = tokens.shape[1]
     _lengthen_kernel[(slots.shape[0],)](
@@ -799,7 +812,6 @@ def lengthen(
         wanted,
         tokens,
         tokens.stride(0),
-        row_size,
         *texts.stored,
         lengthened,
         SHORTEN=shorten,
@@ -901,16 +913,28 @@ def draft(
     return output, rates
 
 
+def move(rows: Tensor, texts: Texts) -> None:
+    """Move live requests' texts to where there is more room. Arguments as of the kernel."""
+    has_features = texts.features.shape[0] > 0
+    _move_kernel[(rows.shape[0], MOVE_SPLITS)](rows, *texts.stored, FEATURES=has_features, BLOCK=TILE, num_warps=4)
+    slots, offsets, capacities = rows.unbind(1)
+    texts.documents[slots, OFFSET.value] = offsets
+    texts.documents[slots, CAPACITY.value] = capacities
+
+
 def retire(rows: Tensor, stops: Tensor, texts: Texts) -> None:
-    """Copy ended requests' last MAX_DEPTH prompt tokens and output to the pool. Arguments as of the kernel."""
+    """Make documents of ended requests' last MAX_DEPTH prompt tokens and output, where these are.
+
+    Arguments as of the kernel.
+    """
     _retire_kernel[(rows.shape[0],)](
         rows,
         stops,
         stops.shape[1],
-        *texts.stored,
+        texts.tokens,
+        texts.documents,
         texts.index,
         len(texts.index),
-        FEATURES=texts.features.shape[0] > 0,
         LAYOUT=texts.layout,
         ROW=rows.shape[1],
         BLOCK=TILE,

@@ -78,6 +78,7 @@ class Batch:
         self.total_len += torch.from_numpy(lengths.astype(np.int32)).to(device)
         words = [text[PROMPT : PROMPT + length] for text, length in zip(texts, lengths, strict=True)]
         self.say(torch.from_numpy(lengths.astype(np.int32)).to(device), np.concatenate(words))
+        self.drafter.reserve(np.arange(batch), np.full(batch, max_len))
         self.drafter.propose(*self.arguments())
         self.say(torch.full_like(self.num_sampled, NEW_TOKENS), self.words(batch * NEW_TOKENS))
         self.resident = int(lengths.sum()) + earlier * num_problems * (max_len - PROMPT)
@@ -109,6 +110,7 @@ class Batch:
             features = torch.from_numpy(random_features(self.rng, tokens)).to(self.slots.device)
             row = self.slots[slot : slot + 1]
             sampling = torch.full_like(row, len(tokens)), self.history, self.total_len, self.seeds, self.temperature
+            self.drafter.reserve(np.array([slot]), np.array([self.history.shape[1]]))
             self.drafter.propose(row, *sampling, features, torch.zeros_like(row))
             self.drafter.stop_requests([EndedRequest(slot, self.history.shape[1])])
         self.history[slot], self.total_len[slot] = before, PROMPT

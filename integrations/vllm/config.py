@@ -32,8 +32,7 @@ from rollout_spec.config import (
     drafts_with_model,
 )
 from rollout_spec.drafters import check_options
-from rollout_spec.drafters.registry import MAX_INDEX_BYTES, MAX_RESIDENT_TOKENS, has_options
-from rollout_spec.features.format import FEATURE_WORDS
+from rollout_spec.drafters.registry import has_options
 from rollout_spec.integrations.vllm import compat
 
 VARIABLE = "ROLLOUT_SPEC"
@@ -44,8 +43,6 @@ MARK = "_rollout_spec"
 OUR_SCHEDULE = "_rollout_spec_schedule"
 """Attribute set on a `speculative_config` whose `num_speculative_tokens_per_batch_size` is ours: whether vLLM may cut
 drafts on the device instead, as far as is known."""
-MAX_DEVICE_BYTES, MAX_DEVICE_SHARE = 2 << 30, 0.025
-"""The most memory for texts with which `"auto"` drafts on the device, and the most of the device's."""
 
 missing: list[str] = []
 """What the hooks did not find in this vLLM, a sentence for each."""
@@ -82,7 +79,7 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
     if config is not None:
         need_all_hooks()
         if config.drafter == AUTO:
-            return dataclasses.replace(config, **_best_drafter(vllm_config, config))
+            return dataclasses.replace(config, drafter=_best_drafter(vllm_config, config))
     return config
 
 
@@ -142,7 +139,7 @@ def settle(vllm_config: Any, config: RolloutSpecConfig) -> None:
     if not isinstance(additional, dict):  # vLLM takes objects, too
         return
     ours = additional.get(CONFIG_KEY) or config.to_dict()
-    settled = {name: getattr(config, name) for name in ("drafter", "drafter_options", "num_speculative_tokens")}
+    settled = {name: getattr(config, name) for name in ("drafter", "num_speculative_tokens")}
     vllm_config.additional_config = {**additional, CONFIG_KEY: {**ours, **settled}}
 
 
@@ -183,22 +180,13 @@ def repeats_seeds(vllm_config: Any) -> bool:
 # -- the drafter that `"auto"` stands for ----------------------------------------------------------------------------
 
 
-def _best_drafter(vllm_config: Any, config: RolloutSpecConfig) -> dict[str, Any]:
-    """On GPUs the device's drafter, where vLLM lets K follow the number of requests and texts take little memory.
-
-    Features are eight ninths of a text's memory: where they do not fit, the device's drafter does without them.
-
-    Returns:
-        `drafter` and `drafter_options`.
-    """
-    options, is_v2 = config.drafter_options, vllm_config.use_v2_model_runner
+def _best_drafter(vllm_config: Any, config: RolloutSpecConfig) -> str:
+    """On GPUs the device's drafter, where vLLM lets K follow the number of requests."""
+    is_v2 = vllm_config.use_v2_model_runner
     if is_v2 and has_model_drafter(vllm_config):
-        return {"drafter": "device", "drafter_options": options}
-    pays = is_v2 and has_gpu() and config.budget and has_options("device", options)
-    for some in (options, {"features": False, **options}) if pays and _follows_batch_size(vllm_config) else ():
-        if _fits_on_device(vllm_config, some):
-            return {"drafter": "device", "drafter_options": some}
-    return {"drafter": "history", "drafter_options": options}
+        return "device"
+    pays = is_v2 and has_gpu() and config.budget and has_options("device", config.drafter_options)
+    return "device" if pays and _follows_batch_size(vllm_config) else "history"
 
 
 def _follows_batch_size(vllm_config: Any) -> bool:
@@ -210,14 +198,6 @@ def _follows_batch_size(vllm_config: Any) -> bool:
         and Executor.get_class(vllm_config).supports_async_scheduling()
     )
     return is_asynchronous and vllm_config.parallel_config.data_parallel_size == 1
-
-
-def _fits_on_device(vllm_config: Any, options: Mapping[str, Any]) -> bool:
-    """Whether the texts of all requests and of their history would take little of the device's memory."""
-    tokens = vllm_config.scheduler_config.max_num_seqs * vllm_config.model_config.max_model_len
-    tokens += options.get("max_resident_tokens", MAX_RESIDENT_TOKENS)
-    num_bytes = tokens * (4 + 8 * FEATURE_WORDS * bool(options.get("features", True))) + MAX_INDEX_BYTES
-    return bool(num_bytes <= min(MAX_DEVICE_BYTES, MAX_DEVICE_SHARE * device_bytes()))
 
 
 def has_gpu() -> bool:
@@ -453,8 +433,6 @@ def describe_engine(vllm_config: Any, config: RolloutSpecConfig) -> str:
         parts.append(f"history in {config.history_dir}" if config.history_dir else "history ends with the engine")
         if config.drafts_on_host or not is_measured:
             lacks.append("asynchronous scheduling" if config.drafts_on_host else "a budget")
-        if config.drafts_on_device and not config.drafter_options.get("features", True):
-            lacks.append("drafts chosen by what the target saw")
         if config.verify == "rejection":
             lacks.append("rollouts that do not depend on drafts")
     else:

@@ -17,15 +17,20 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
+from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.history.problems import Problems
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.adaptive import prepare_to_measure
-from rollout_spec.integrations.vllm.config import config_of
+from rollout_spec.integrations.vllm.config import config_of, device_bytes
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.requests import request_options
 from rollout_spec.integrations.vllm.session import Session
 from rollout_spec.stats import SpeculationStats
+
+MAX_LIVE_SHARE = 0.005
+"""Most of the device's memory that live requests' texts get: twice the tokens and more that the KV cache of a 7B model
+holds on an H100."""
 
 
 class _Live(NamedTuple):
@@ -68,17 +73,19 @@ class DeviceSpeculator(Session, BaseSpeculator):
         self.stats = SpeculationStats()
         self.num_speculative_tokens = config.max_draft_tokens
         self.enable_adaptive_verification = compat.verifies_adaptively(speculative)
+        share = sharing_from_first_rank(vllm_config)
+        max_live_tokens = int(MAX_LIVE_SHARE * device_bytes()) // (4 + 8 * FEATURE_WORDS)
         self.drafter = DeviceDrafter(
             max_requests=vllm_config.scheduler_config.max_num_seqs,
             max_model_len=vllm_config.model_config.max_model_len,
             device=device,
             max_draft_tokens=config.max_draft_tokens,
             use_noise=config.verify == "sample",
+            max_live_tokens=share(max_live_tokens) if share else max_live_tokens,
             **config.drafter_options,
         )
         self.problems = Problems(self.drafter.max_history_tokens)
         if config.history_dir is not None:
-            share = sharing_from_first_rank(vllm_config)
             self.engine_history = EngineHistory(config, vllm_config, self.drafter, self.problems, share)
         self.draft_token_confidence_probs = torch.zeros(
             vllm_config.scheduler_config.max_num_seqs,
@@ -180,6 +187,8 @@ class DeviceSpeculator(Session, BaseSpeculator):
                 nothing = torch.zeros_like(req_indices, dtype=torch.int32)
                 self.drafter.look_up(req_indices, nothing, history, total_len, *noise)
             return self._no_drafts(input_batch.num_reqs)
+        slots = input_batch.idx_mapping_np[: input_batch.num_reqs]
+        self.drafter.reserve(slots, self._most_tokens(slots) + self.num_speculative_tokens + 1)
         if not self.enabled:
             self.drafter.extend(req_indices, history, total_len)
             return self._no_drafts(input_batch.num_reqs)
@@ -206,14 +215,19 @@ class DeviceSpeculator(Session, BaseSpeculator):
         if self.engine_history is not None:
             self.engine_history.end_request(live.problem_id)
 
-    def _ended(self, live: _Live) -> EndedRequest:
-        states, params = self._runner.req_states, live.params
+    def _most_tokens(self, slots: Any) -> Any:
+        """Upper bounds on the tokens of slots before the step that has been scheduled."""
+        states = self._runner.req_states
         # vLLM's count on the host is one step old; all drafts of that step may have been accepted.
-        computed = int(states.num_computed_tokens_np[live.req_idx]) + self.num_speculative_tokens + 1
+        computed = states.num_computed_tokens_np[slots] + self.num_speculative_tokens + 1
+        return np.maximum(computed, states.prefill_len.np[slots]) + 1
+
+    def _ended(self, live: _Live) -> EndedRequest:
+        params = live.params
         stops = [params.eos_token_id, *(params.stop_token_ids or ())]
         return EndedRequest(
             live.req_idx,
-            length=max(computed, int(states.prefill_len.np[live.req_idx])) + 1,
+            length=int(self._most_tokens(live.req_idx)),
             stop_token_ids=sorted({int(token) for token in stops if token is not None}),
             min_tokens=params.min_tokens,
             max_tokens=params.max_tokens,

@@ -163,9 +163,11 @@ def test_launches_of_drafting(batch):
     """As many for any batch, and for any text and draft."""
     engine = Engine()
     live = [engine.start([1, 2, 1] * (1 + i), seed=i) for i in range(batch)]
+    slots = torch.tensor([engine.live[req_id] for req_id in live], dtype=torch.int32)
+    moved = counted(lambda: engine.drafter.reserve(slots.numpy(), np.full(batch, 30)))
+    assert {name: counts.launches for name, counts in moved.items()} == {"_move_kernel": 1}
     for req_id in live:
         engine.commit(req_id, [2])  # without a token said, there is nothing to retire
-    slots = torch.tensor([engine.live[req_id] for req_id in live], dtype=torch.int32)
     ones, drafter, of_slots = torch.ones_like(slots), engine.drafter, (engine.seeds, engine.temperature)
     choice = DeviceChoice(6, K, K, torch.device("cpu"))
     model = torch.zeros(batch, K, dtype=torch.int64), torch.ones(batch, K)

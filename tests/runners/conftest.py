@@ -26,13 +26,14 @@ if IS_V2:
 
 @pytest.fixture(scope="session", autouse=IS_V2)
 def few_programs():
-    """Each costs the emulator the same, however much it does."""
-    from rollout_spec.drafters.device import kernels
+    """Each costs the emulator the same, however much it does. Texts move often as they grow."""
+    from rollout_spec.drafters.device import drafter, kernels
     from rollout_spec.verify import kernel
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "ROWS", 16)
         patch.setattr(kernel, "BLOCK", 32)
+        patch.setattr(drafter, "MORE_ROOM", 8)
         patch.setattr(kernels, "TILE", 128)
         patch.setattr(kernels, "TARGET_PROGRAMS", 1)
         yield

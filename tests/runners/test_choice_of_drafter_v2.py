@@ -26,11 +26,9 @@ from rollout_spec.integrations.vllm.config import check_engine, config_of
 def make(tiny_model, monkeypatch):
     """A function that gives the configuration of an engine on a GPU, as vLLM's platform would report one."""
 
-    def make(options=None, *, gpu=True, v2=True, most_bytes=1 << 30, gigabytes=80, is_a100=False, **arguments):
+    def make(options=None, *, gpu=True, v2=True, is_a100=False, **arguments):
         monkeypatch.setattr(engine_config, "has_gpu", lambda: gpu)
-        monkeypatch.setattr(engine_config, "device_bytes", lambda: gigabytes << 30)
         monkeypatch.setattr(hooks, "is_a100", lambda: is_a100)
-        monkeypatch.setattr(engine_config, "MAX_DEVICE_BYTES", most_bytes)
         monkeypatch.setattr(VllmConfig, "use_v2_model_runner", v2)
         arguments = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 256, **arguments}
         return EngineArgs(model=str(tiny_model), **engine_kwargs(**(options or {})), **arguments).create_engine_config()
@@ -46,11 +44,6 @@ def make(tiny_model, monkeypatch):
         ({"v2": False}, "history"),
         ({"data_parallel_size": 2}, "history"),
         ({"async_scheduling": False}, "history"),
-        ({"most_bytes": 1 << 26}, "history"),
-        ({"gigabytes": 2}, "history"),
-        ({"most_bytes": 1 << 27, "options": {"drafter_options": {"features": True}}}, "history"),
-        ({"most_bytes": 1 << 27, "options": {"drafter_options": {"features": False}}}, "device"),
-        ({"most_bytes": 1 << 27, "options": {"drafter_options": {"max_resident_tokens": 100_000}}}, "device"),
         ({"options": {"budget": False}}, "history"),
         ({"options": {"drafter_options": {"max_history_tokens": 1000}}}, "history"),
         ({"options": {"drafter": "ngram"}}, "ngram"),
@@ -64,15 +57,6 @@ def test_the_drafter_of_an_engine(make, situation, expected):
     check_engine(vllm_config, config)
     assert vllm_config.scheduler_config.async_scheduling is (expected == "device")
     assert (vllm_config.speculative_config.num_speculative_tokens_per_batch_size is not None) is (expected == "device")
-
-
-@pytest.mark.parametrize("most_bytes", [1 << 28, 1 << 27])
-def test_where_features_do_not_fit_the_device_drafts_without_them(make, most_bytes):
-    vllm_config = pickle.loads(pickle.dumps(make(most_bytes=most_bytes)))
-    config, fits = config_of(vllm_config), most_bytes > 1 << 27
-    assert config.drafter == "device"
-    assert config.drafter_options == ({} if fits else {"features": False})
-    assert ("what the target saw" in engine_config.describe_engine(vllm_config, config)) == (not fits)
 
 
 def test_an_engine_keeps_its_drafter_when_its_configuration_is_completed_again(make):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from rollout_spec import engine_kwargs
 from rollout_spec.config import PROPOSER_PATH
+from rollout_spec.drafters.device import kernels
+from rollout_spec.drafters.device.drafter import DeviceDrafter
 from rollout_spec.integrations.vllm.device import DeviceSpeculator
 from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 from tests.integrations.engines import (
@@ -52,6 +55,34 @@ def test_it_is_scheduled_asynchronously_and_drafts_from_all_its_sources(tiny_mod
     assert counts["own"][0] > 0
     (report,) = device.collective_rpc("rollout_spec", args=("report",))
     assert (report["num_speculative_tokens"], report["budget"]) == (K, None)
+
+
+def test_texts_have_room_before_they_need_it(tiny_model, monkeypatch):
+    """With chunked prompts, a pause, preemptions, and many drafts accepted. Each time it is twice as much."""
+    moves, rooms = [], []
+    few_blocks = {"block_size": 32, "num_gpu_blocks_override": 7, "enable_prefix_caching": False}
+    llm = build_on_device(tiny_model, max_num_batched_tokens=24, **few_blocks)
+    texts, move, extend = drafter_of(llm)._texts, kernels.move, DeviceDrafter._extend
+
+    def extend_and_look(self, slots, history, total_len, *args):
+        extend(self, slots, history, total_len, *args)
+        lengths, capacities = (texts.documents[slots.long(), i.value] for i in (kernels.LENGTH, kernels.CAPACITY))
+        assert (lengths == total_len[slots.long()]).all()
+        for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True):
+            first = int(texts.documents[slot, kernels.OFFSET.value])
+            assert torch.equal(texts.tokens[first : first + length], history[slot, :length])
+        rooms.extend((capacities - lengths).tolist())
+
+    monkeypatch.setattr(DeviceDrafter, "_extend", extend_and_look)
+    monkeypatch.setattr(kernels, "move", lambda rows, texts: moves.append(len(rows)) or move(rows, texts))
+    params = mixed_params(6, 5, temperature=0.0, ignore_eos=True, **{**PLAIN, "max_tokens": 40})
+    for is_enabled in (False, True, True):
+        generate(llm, params, prompts_of(params))
+        llm.collective_rpc("rollout_spec", args=("set_enabled", is_enabled))
+    assert min(rooms) > 0
+    stats = stats_of(llm)
+    assert stats["accepted_tokens"] > 0.3 * stats["draft_tokens"] > 0
+    assert 4 * 6 < sum(moves) < 4 * 6 * 8
 
 
 def lengths_of_drafts(llm):

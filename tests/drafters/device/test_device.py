@@ -33,11 +33,12 @@ MAX_LEN = 96
 
 @pytest.fixture(scope="module", autouse=True)
 def small_tiles():
-    """Several tiles and splits on short texts."""
-    before = kernels.TILE, kernels.NEW_TOKENS, kernels.TARGET_PROGRAMS
+    """Several tiles and splits on short texts, which move several times as they grow."""
+    before = kernels.TILE, kernels.NEW_TOKENS, kernels.TARGET_PROGRAMS, device.MORE_ROOM
     kernels.TILE = kernels.NEW_TOKENS = kernels.TARGET_PROGRAMS = 16
+    device.MORE_ROOM = 8
     yield
-    kernels.TILE, kernels.NEW_TOKENS, kernels.TARGET_PROGRAMS = before
+    kernels.TILE, kernels.NEW_TOKENS, kernels.TARGET_PROGRAMS, device.MORE_ROOM = before
 
 
 class Engine:
@@ -86,6 +87,7 @@ class Engine:
         self.history[slot, length : length + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         self.total_len[slot] += len(tokens)
         slots, known = torch.tensor([slot], dtype=torch.int32), no_features(len(tokens))
+        self.drafter.reserve(slots.numpy(), self.total_len[slots].numpy())
         if features is None:
             self.drafter.extend(slots, self.history, self.total_len)
         else:
@@ -118,6 +120,7 @@ class Engine:
         req_ids = sorted(self.live)
         slots = torch.tensor([self.live[req_id] for req_id in req_ids], dtype=torch.int32)
         sampled = torch.ones(len(req_ids), dtype=torch.int32) if num_sampled is None else num_sampled
+        self.drafter.reserve(slots.numpy(), self.total_len[slots].numpy())
         drafts, rates = self.drafter.propose(slots, sampled, self.history, self.total_len, self.seeds, self.temperature)
         expected = self.reference.propose(req_ids, np.full(len(req_ids), K, np.int32))
         return req_ids, drafts, rates, expected
@@ -284,6 +287,7 @@ def test_what_others_must_not_see_they_do_not_find():
         engine.total_len[slot] = len(prompt) + len(tokens)
         engine.history[slot, : engine.total_len[slot]] = torch.tensor([*prompt, *tokens])
         slots = torch.tensor([slot], dtype=torch.int32)
+        engine.drafter.reserve(slots.numpy(), engine.total_len[slots].numpy())
         return engine.drafter.propose(slots, torch.ones_like(slots), *tables)[1]
 
     say(0, said)
@@ -453,7 +457,7 @@ def test_requests_without_a_prompt_leave_nothing_behind():
         engine.drafter.check_integrity()
     assert not engine.drafter._archive.order
     assert not engine.drafter._problems
-    assert engine.drafter._pool.gaps == [(0, 2000)]
+    assert engine.drafter._pool.num_free == engine.drafter._texts.tokens.numel()
 
 
 def test_without_the_noise_seeds_make_no_difference():
@@ -526,15 +530,30 @@ def test_what_cannot_fit_pushes_nothing_out():
     engine.drafter.check_integrity()
 
 
-def test_a_text_longer_than_its_row_stays_in_it():
-    drafter = Engine().drafter
-    history = torch.arange(2 * MAX_LEN, dtype=torch.int32).repeat(6, 1)
-    drafter.start_request(0, [0])
-    drafter.start_request(1, [1])
-    total_len = torch.tensor([2 * MAX_LEN, 1, 0, 0, 0, 0], dtype=torch.int32)
-    drafter.extend(torch.tensor([1, 0], dtype=torch.int32), history, total_len)
-    assert drafter._texts.tokens[MAX_LEN] == 0
-    assert drafter._texts.tokens[MAX_LEN - 1] == MAX_LEN - 1
+def test_a_request_without_room_has_no_drafts_until_there_is_some():
+    """Ended rollouts make room for live requests, and these for each other once they end. Tokens that had no room are
+    copied from the engine then.
+    """
+    engine = Engine(max_requests=3, max_live_tokens=70, max_resident_tokens=20)
+    said = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
+    ended = engine.start([3])
+    engine.commit(ended, said)
+    engine.stop(ended)
+    first, second = engine.start([1, 2]), engine.start([2, 1])
+    for request in (first, first, first, second):
+        engine.commit(request, said)
+        engine.assert_same_drafts()
+    assert len(engine.drafter._problems) == 3
+    engine.commit(second, said)
+    _, _, rates, _ = engine.propose()
+    assert rates.any(1).tolist() == [True, False], "the second has no room for its last tokens"
+    assert len(engine.drafter._problems) == 2, "the ended rollout has made room"
+    engine.reference.evict(problem_of_prompt([3]))
+    engine.stop(first, keep=False)
+    for n in range(2):
+        assert engine.assert_same_drafts()[0].token_ids.size == K
+        engine.commit(second, [7, 8][n:])
+    engine.drafter.check_integrity()
 
 
 @pytest.mark.parametrize("features", [False, True])
@@ -721,6 +740,7 @@ def test_a_draft_is_continued_as_if_its_beginning_had_been_said(features):
     for beginning, chosen in itertools.product(([0, 1], [2, 2], [1, 0]), [*live, full, None]):
         req_ids = [*live, full]
         slots = torch.tensor([engine.live[req_id] for req_id in req_ids], dtype=torch.int32)
+        engine.drafter.reserve(slots.numpy(), engine.total_len[slots].numpy() + 2)
         wanted = torch.tensor([req_id == chosen for req_id in req_ids], dtype=torch.int32)
         drafts, rates = engine.drafter.continue_drafts(
             slots, wanted, torch.tensor([beginning] * 4), engine.seeds, engine.temperature
