@@ -19,7 +19,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from rollout_spec.drafters.base import Drafter, Tokens
-from rollout_spec.replay import Rollout, replay
+from rollout_spec.estimate.command import EQUAL
+from rollout_spec.estimate.phases import simulate, sum_up
+from rollout_spec.estimate.recorded import Rollout
 from rollout_spec.types import Draft, Int32Array
 
 
@@ -98,29 +100,27 @@ class RepeatDrafter:
         return []
 
 
-def make_rollouts(seed: int = 0) -> list[list[Rollout]]:
-    """Each problem's rollouts, in which every other sentence is copied from the prompt, as in code or arithmetic."""
+def make_rollouts(seed: int = 0) -> list[Rollout]:
+    """Rollouts in which every other sentence is copied from the prompt, as in code or arithmetic."""
     rng = np.random.default_rng(seed)
-    problems = []
+    rollouts = []
     for number in range(4):
         sentences = rng.integers(0, 1000, (5, 12), np.int32)
         prompt = sentences.ravel()
-        rollouts = []
         for _ in range(3):
             pieces = [
                 piece for which in rng.integers(0, 5, 8) for piece in (rng.integers(0, 1000, 6), sentences[which])
             ]
             tokens = np.concatenate(pieces).astype(np.int32)
             rollouts.append(Rollout(number, prompt, tokens))
-        problems.append(rollouts)
-    return problems
+    return rollouts
 
 
 def main() -> None:
     drafter: Drafter = RepeatDrafter()
-    figures = replay(make_rollouts(), drafter, "inflight", num_speculative_tokens=8).to_dict()
-    rate = figures["acceptance_rate"]
-    print(f"{figures['tokens_per_step']:.2f} tokens per step, {rate:.0%} of drafted tokens accepted")
+    steps = list(simulate(make_rollouts(), drafter, lambda _: 8, EQUAL, num_speculative_tokens=8, batch=12))
+    result, request_steps = sum_up(steps), sum(step.num_requests for step in steps)
+    print(f"{1 + result.accepted / request_steps:.2f} tokens per step")
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ import pyarrow.compute
 import pyarrow.parquet as parquet
 from numpy.typing import NDArray
 
+from rollout_spec.estimate.recorded import Rollout
 from rollout_spec.features.format import SIGNATURE_WORDS, TOP_TOKENS, Features, pack, take
-from rollout_spec.replay import Rollout
 from rollout_spec.types import Int32Array
 
 

@@ -38,14 +38,17 @@ def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="rollout-spec", description="Lossless speculation for RL rollouts.")
     parser.add_argument("--version", action="version", version=f"rollout-spec {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    replay = commands.add_parser("replay", help="how many tokens per step drafts would give on recorded rollouts")
-    replay.add_argument(
+    estimate = commands.add_parser("estimate", help="what drafts would gain, by recorded rollouts and step times")
+    estimate.add_argument(
         "paths", nargs="+", metavar="PATH", help="a folder of history, or files that `history import` reads"
     )
-    replay.add_argument("--tokenizer", metavar="NAME_OR_PATH", help="the model's tokenizer; text needs it")
-    replay.add_argument("--drafter", default="history", help="one of the built-in drafters, or a dotted path")
-    replay.add_argument("-k", "--num-speculative-tokens", type=int, default=8, metavar="K")
-    replay.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    estimate.add_argument("--tokenizer", metavar="NAME_OR_PATH", help="the model's tokenizer; text needs it")
+    estimate.add_argument("--gpu", choices=("h100", "h200", "a100"), help="estimate step times for this GPU")
+    estimate.add_argument("--model", help="a size such as 7b, a config.json, or a name in the file of --step-times")
+    estimate.add_argument("--step-times", type=Path, metavar="CSV", help="measured step times instead of estimates")
+    estimate.add_argument("--requests", type=int, nargs="+", default=[64], metavar="N", help="most at a time (64)")
+    estimate.add_argument("-k", "--num-speculative-tokens", type=int, default=8, metavar="K")
+    estimate.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     doctor.add_arguments(
         commands.add_parser("doctor", help="check the installation, or explain where a run's time goes")
     )
@@ -55,7 +58,7 @@ def _run(argv: Sequence[str] | None) -> int:
         return doctor.run(args)
     if args.command == "history":
         return history.run(args)
-    from rollout_spec.replay import run  # needs numba, whose import takes long
+    from rollout_spec.estimate.command import run  # needs numba, whose import takes long
 
     return run(args)
 

@@ -31,8 +31,8 @@ def run_without_numba(*arguments):
 
 
 def test_help_and_doctor_need_no_numba(tmp_path):
-    done = run_without_numba("replay", "--help")
-    assert (done.returncode, "usage: rollout-spec replay" in done.stdout) == (0, True), done.stderr
+    done = run_without_numba("estimate", "--help")
+    assert (done.returncode, "usage: rollout-spec estimate" in done.stdout) == (0, True), done.stderr
     assert __version__ in run_without_numba("--version").stdout
     path = tmp_path / "report.json"
     path.write_text(json.dumps(a_report()))

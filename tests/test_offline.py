@@ -98,7 +98,7 @@ def test_drafters_and_commands_stay_on_this_machine(tiny_model, tmp_path):
     parquet.write_table(arrow.Table.from_pylist(rows), traces)
     commands = [
         ["doctor", report],
-        ["replay", traces],
+        ["estimate", traces, "--gpu", "h100", "--model", "7b"],
         ["history", "import", traces, "--into", history, "--tokenizer", tiny_model],
         ["history", "stats", history],
     ]

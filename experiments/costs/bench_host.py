@@ -37,11 +37,11 @@ from experiments.traces import read_traces
 from rollout_spec.config import PROPOSER_PATH, RolloutSpecConfig
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.drafters.host.threads import usable_threads
+from rollout_spec.estimate.recorded import Rollout, add_rollout, by_problem
 from rollout_spec.features.format import no_features
 from rollout_spec.integrations.vllm import runner_v1, runner_v2
 from rollout_spec.integrations.vllm.session import HostSession
 from rollout_spec.jit.warm_up import warm_up
-from rollout_spec.replay import Rollout, add_rollout, by_problem
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, VerifyResult
 
 STEP_SECONDS, TOKEN_SECONDS = 8e-3, 2e-6

@@ -30,16 +30,22 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from experiments.costs.estimate import Adaptive, Oracle, Policy, by_ranges, simulate, sum_up
-from experiments.costs.gpus import SHAPES, Mode, measured_by_vllm, step_cost
+import numpy as np
+
+from experiments.costs.gpus import Mode, cost_of
+from experiments.drafting.regimes import split
 from experiments.rows import append, make_parser, origin
 from experiments.traces import read_traces
 from rollout_spec.budget import Budget
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
+from rollout_spec.estimate.costs import SHAPES, Floats, measured_by_vllm
+from rollout_spec.estimate.phases import Adaptive, Policy, by_ranges, simulate, sum_up
+from rollout_spec.estimate.recorded import RecordedTarget, Rollout, add_rollout, by_problem
 from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 from rollout_spec.integrations.vllm.step_sizes import CHEAP_TOKENS, CHEAP_TOKENS_A100, affordable_ranges
-from rollout_spec.replay import Rollout, add_rollout, by_problem, split
+from rollout_spec.loop import Decoder
+from rollout_spec.types import Drafts
 
 BENCHMARK = "modes/simulated"
 K = 8
@@ -52,6 +58,23 @@ ENGINES = [
 ]  # fmt: skip
 """GPU, model and tokens of context."""
 POLICIES = ("constant", "schedule", "adaptive", "oracle", "host")
+
+
+class Oracle(Adaptive):
+    """The same if it knew which drafted tokens are right."""
+
+    def survival(self, drafts: Drafts, decoder: Decoder, target: RecordedTarget) -> Floats:
+        """1 for what is right, else 0."""
+        texts = [tokens[:n] for tokens, n in zip(drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)]
+        right, start, survival = target(decoder.live, texts).token_ids, 0, np.zeros(drafts.token_ids.shape)
+        for row, text in zip(survival, texts, strict=True):
+            row[: len(text)] = np.cumprod(right[start : start + len(text)] == text)
+            start += len(text) + 1
+        return survival
+
+    def known_to_host(self, survival: Floats, decoder: Decoder) -> Floats:
+        """All of it."""
+        return survival
 
 
 def filled(earlier: Sequence[Rollout], **options: Any) -> Drafter:
@@ -105,7 +128,7 @@ def cell(place: tuple[Path, int, bool, Sequence[str]]) -> list[dict[str, Any]]:
         if name == "adaptive" and gpu == "a100":
             continue
         mode: Mode = name if name in ("none", "host") else "device"  # type: ignore[assignment]
-        cost, policy = step_cost(model, mode, gpu, context=context), policy_of(name, model, gpu)
+        cost, policy = cost_of(model, mode, gpu, context), policy_of(name, model, gpu)
         drafter = filled(earlier) if isinstance(policy, Budget) else filled(earlier, min_survival=0.0)
         if name != "none":
             list(run(others, drafter, policy, cost))
@@ -128,7 +151,7 @@ def policy_of(name: str, model: str, gpu: str) -> Policy:
     if name == "host":
         return Budget()
     if name in ("adaptive", "oracle"):
-        return (Oracle if name == "oracle" else Adaptive)(measured_by_vllm(model, gpu))
+        return (Oracle if name == "oracle" else Adaptive)(measured_by_vllm(SHAPES[model], gpu))
     cheap = CHEAP_TOKENS_A100 if gpu == "a100" else CHEAP_TOKENS
     ranges = by_ranges([(1, 1, 0)] if name == "none" else affordable_ranges(K, cheap, SHAPES[model].used_experts))
     return MeasuredSchedule([ranges(n) for n in range(BATCHES[-1] + 1)]) if name == "schedule" else ranges

@@ -22,21 +22,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.drafting import peers
+from experiments.drafting.regimes import REGIMES, Regime, ReplayResult, replay
 from experiments.rows import append, make_parser, origin
 from experiments.traces import read_traces
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
+from rollout_spec.estimate.recorded import RecordedTarget, Rollout, add_rollout, by_problem
 from rollout_spec.loop import Decoder
-from rollout_spec.replay import (
-    REGIMES,
-    RecordedTarget,
-    Regime,
-    ReplayResult,
-    Rollout,
-    add_rollout,
-    by_problem,
-    replay,
-)
 
 K = 16
 BATCH = 64

@@ -25,12 +25,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.drafting.peers import ReferenceDrafter
+from experiments.drafting.regimes import replay
 from experiments.engines.build import WORDS_ALONE
 from experiments.rows import append, make_parser, origin
 from experiments.traces import read_traces
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
-from rollout_spec.replay import Rollout, by_problem, replay
+from rollout_spec.estimate.recorded import Rollout, by_problem
 
 DRAFTERS = ("history", "suffix", "ngram", "device")
 

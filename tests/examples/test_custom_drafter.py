@@ -22,10 +22,10 @@ def _on_path(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
 
 
-def test_the_replay_takes_fewer_steps_than_tokens():
+def test_it_takes_fewer_steps_than_tokens():
     script = EXAMPLES / "custom_drafter.py"
     output = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
-    tokens_per_step = re.fullmatch(r"(\d\.\d\d) tokens per step, \d+% of drafted tokens accepted\n", output)
+    tokens_per_step = re.fullmatch(r"(\d\.\d\d) tokens per step\n", output)
     assert tokens_per_step
     assert float(tokens_per_step[1]) > 1.5
 

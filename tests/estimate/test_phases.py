@@ -9,16 +9,17 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
-from experiments.costs.estimate import EngineCost, simulate, sum_up
 from experiments.traces import read_traces
 from rollout_spec.budget import Budget
 from rollout_spec.drafters import build_drafter
-from rollout_spec.replay import Rollout, by_problem
+from rollout_spec.estimate.costs import EngineCost
+from rollout_spec.estimate.phases import simulate, sum_up
+from rollout_spec.estimate.recorded import Rollout, by_problem
 
-FLAT = EngineCost("flat", np.array([1.0, 2.0]), np.array([1.0, 1.0]))
-STEEP = EngineCost("steep", np.array([1.0, 2.0]), np.array([1.0, 2.0]))
-# Like the demo's policy on a CPU, where the first step of each number of tokens takes 9 ms longer.
-COLD = EngineCost("cold", np.array([1.0, 16.0, 144.0]), np.array([2.6e-3, 4.8e-3, 7e-3]), 2e-5, 2e-4, 9e-3)
+FLAT = EngineCost(np.array([1.0, 2.0]), np.array([1.0, 1.0]))
+STEEP = EngineCost(np.array([1.0, 2.0]), np.array([1.0, 2.0]))
+# Like the demo's policy on a CPU.
+DEMO = EngineCost(np.array([1.0, 16.0, 144.0]), np.array([2.6e-3, 4.8e-3, 7e-3]), 2e-5, 2e-4)
 RECORDED = Path(__file__).parents[2] / "experiments" / "results" / "real_policy" / "rollouts.parquet"
 
 
@@ -78,13 +79,11 @@ def test_a_step_takes_what_its_requests_cost_and_no_less_than_the_host():
     assert cost._replace(draft_call_seconds=3.0, draft_seconds=0.5).drafting(4) == 5
 
 
-def test_drafting_and_first_steps_of_a_size_take_longer():
+def test_drafting_takes_longer():
     rollouts = phase_rollouts()
     for k in (0, 4):
         for step in run(fixed(k), FLAT._replace(draft_seconds=0.1), rollouts, batch=2):
             assert step.draft_seconds == pytest.approx(0.1 * step.num_requests * (k > 0))
-    warm, cold = (phase(fixed(0), STEEP._replace(cold_seconds=s), rollouts, batch=1) for s in (0.0, 5.0))
-    assert cold.seconds == pytest.approx(warm.seconds + 5.0)
 
 
 def test_rollouts_of_one_token_take_no_step():
@@ -107,14 +106,14 @@ class Disturbed(Budget):
 
 
 @pytest.mark.parametrize(("batch", "least_speedup"), [(1, 1.3), (16, 1.3), (64, 1.0)])
-def test_first_phases_with_cold_sizes_are_alike(batch, least_speedup):
+def test_first_phases_are_alike(batch, least_speedup):
     """A new engine, five times with other noise. Fixed K = 8 is slower than no drafts at 16 and 64 requests."""
     rollouts = [r for p in by_problem(read_traces(RECORDED))[:8] for r in p[:16]][: 16 if batch == 1 else None]
-    phases = [phase(Disturbed(seed), COLD, rollouts, batch, 8).seconds for seed in range(5)]
-    assert phase(fixed(0), COLD, rollouts, batch, 8).seconds / max(phases) > least_speedup
+    phases = [phase(Disturbed(seed), DEMO, rollouts, batch, 8).seconds for seed in range(5)]
+    assert phase(fixed(0), DEMO, rollouts, batch, 8).seconds / max(phases) > least_speedup
     assert max(phases) / min(phases) < 1.2
 
 
 def test_beyond_its_end_a_curve_goes_on_as_its_upper_half():
-    cost = EngineCost("x", np.array([1.0, 10, 20, 30]), np.array([1.0, 1, 2, 2]))
+    cost = EngineCost(np.array([1.0, 10, 20, 30]), np.array([1.0, 1, 2, 2]))
     assert (cost.step(15), cost.step(50)) == (1.5, pytest.approx(3.0))

@@ -1,20 +1,16 @@
-"""Replays: recorded rollouts as a target, what a request drafts from, what is counted, and what is read."""
+"""Replays: what a request drafts from, and what is counted."""
 
 from __future__ import annotations
-
-import json
 
 import numpy as np
 import pytest
 
-from rollout_spec.cli import main
+from experiments.drafting.regimes import REGIMES, replay
 from rollout_spec.drafters import build_drafter
+from rollout_spec.estimate.recorded import Rollout
 from rollout_spec.features.format import unpack
-from rollout_spec.history.folder import HistoryFolder, Origin
-from rollout_spec.history.logs import read
 from rollout_spec.noise.host import gumbel
-from rollout_spec.replay import REGIMES, RecordedTarget, Rollout, by_problem, read_rollouts, replay
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Draft
+from rollout_spec.types import Draft
 from tests.adversaries import Adversary
 
 arrow = pytest.importorskip("pyarrow")
@@ -127,30 +123,3 @@ def test_recorded_seeds_are_the_noise():
         for knows_noise in (True, False)
     )
     assert known.request_steps * 1.25 < unknown.request_steps
-
-
-def test_nothing_is_known_after_a_difference():
-    """A drafter that learns from what a target says of rejected drafts would be told too much."""
-    target = RecordedTarget()
-    request = target.request(Rollout(1, np.array([9], np.int32), np.array([5, 6, 7, 8], np.int32)))
-    assert target([request], [[5, 1, 7]]).token_ids.tolist() == [5, 6, PLACEHOLDER_TOKEN_ID, PLACEHOLDER_TOKEN_ID]
-
-
-def test_what_a_user_has_is_read(tmp_path, capsys):
-    lines = [{"prompt_ids": [1, 2] * 40, "completion_ids": [3, 4], "step": k // 2} for k in range(4)]
-    (tmp_path / "ids.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"prompt_ids": [1]}]))
-    rollouts = read_rollouts(str(tmp_path / "ids.jsonl"))
-    assert "1 left out" in capsys.readouterr().err
-    assert [r.policy_version for r in rollouts] == [0, 0, 1, 1]
-    assert all(r.prompt_token_ids.tolist() == [1, 2] * 40 and r.token_ids.tolist() == [3, 4] for r in rollouts)
-    folder = HistoryFolder(str(tmp_path / "history"), Origin())
-    logged = [rollout for rollout, _ in read(tmp_path / "ids.jsonl", None, lambda number, reason: None)]
-    folder.write(logged[:2])
-    folder.write(logged[2:])
-    kept = read_rollouts(str(tmp_path / "history"))
-    assert [(r.problem_id, r.policy_version) for r in kept] == [(r.problem_id, r.policy_version) for r in rollouts]
-    assert len(by_problem([*rollouts, *kept])) == 1
-    out = tmp_path / "x.json"
-    assert main(["replay", str(tmp_path / "history"), "-k", "4", "--json", str(out)]) == 0
-    assert [row["regime"] for row in json.loads(out.read_text())] == list(REGIMES)
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == list(REGIMES)

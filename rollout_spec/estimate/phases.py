@@ -14,58 +14,11 @@ from numpy.typing import NDArray
 
 from rollout_spec.budget import Budget
 from rollout_spec.drafters.base import Drafter
+from rollout_spec.estimate.costs import EngineCost, Floats, MeasuredCost
+from rollout_spec.estimate.recorded import RecordedTarget, Rollout
 from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 from rollout_spec.loop import Decoder
-from rollout_spec.replay import RecordedTarget, Rollout
 from rollout_spec.types import Drafts
-
-Floats = NDArray[np.float64]
-
-
-class EngineCost(NamedTuple):
-    """Seconds of a step by its tokens, interpolated linearly; beyond the last point with the upper half's mean slope.
-
-    `tokens` and `seconds` are float64 [n] with n >= 2; tokens rise, seconds do not fall.
-    """
-
-    name: str
-    tokens: Floats
-    seconds: Floats
-    draft_seconds: float = 0.0
-    """Seconds of drafting per request, in steps that ask the drafter."""
-    draft_call_seconds: float = 0.0
-    """Seconds of drafting per step that asks the drafter, besides those per request."""
-    cold_seconds: float = 0.0
-    """Extra seconds of the first step with each number of tokens, in which kernels for that size are made."""
-    request_seconds: float = 0.0
-    """Seconds per request in every step, besides its tokens: reading its KV cache, and what else is not hidden."""
-    verify_seconds: float = 0.0
-    """Extra seconds of a step with draft tokens."""
-    host_seconds: float = 0.0
-    """With asynchronous scheduling the host works while the device computes. No step takes less than this."""
-    host_request_seconds: float = 0.0
-    """What each request of a step adds to `host_seconds`."""
-
-    def step(self, num_tokens: float) -> float:
-        """Seconds of a step without drafts."""
-        return float(self.steps(np.array([num_tokens]))[0])
-
-    def steps(self, num_tokens: NDArray[Any]) -> Floats:
-        """Seconds of steps without drafts, float64 of the shape of `num_tokens`."""
-        half = (self.tokens.size - 1) // 2  # not the last two points alone: measured times may be equal there
-        slope = (self.seconds[-1] - self.seconds[half]) / (self.tokens[-1] - self.tokens[half])
-        beyond = np.maximum(np.asarray(num_tokens, np.float64) - self.tokens[-1], 0.0)
-        return np.asarray(np.interp(num_tokens, self.tokens, self.seconds) + slope * beyond)
-
-    def drafting(self, num_requests: int) -> float:
-        """Seconds of asking the drafter in a step."""
-        return self.draft_call_seconds + self.draft_seconds * num_requests
-
-    def whole_step(self, num_requests: int, num_draft_tokens: int) -> float:
-        """Seconds of a step, without those of the drafter and of a size's first step."""
-        seconds = self.step(num_requests + num_draft_tokens) + self.request_seconds * num_requests
-        seconds += self.verify_seconds * (num_draft_tokens > 0)
-        return max(seconds, self.host_seconds + self.host_request_seconds * num_requests)
 
 
 class Adaptive:
@@ -107,23 +60,6 @@ class Adaptive:
         return drafts._replace(lengths=kept.reshape(size, k).sum(1))
 
 
-class Oracle(Adaptive):
-    """The same if it knew which drafted tokens are right."""
-
-    def survival(self, drafts: Drafts, decoder: Decoder, target: RecordedTarget) -> Floats:
-        """1 for what is right, else 0."""
-        texts = [tokens[:n] for tokens, n in zip(drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)]
-        right, start, survival = target(decoder.live, texts).token_ids, 0, np.zeros(drafts.token_ids.shape)
-        for row, text in zip(survival, texts, strict=True):
-            row[: len(text)] = np.cumprod(right[start : start + len(text)] == text)
-            start += len(text) + 1
-        return survival
-
-    def known_to_host(self, survival: Floats, decoder: Decoder) -> Floats:
-        """All of it."""
-        return survival
-
-
 Policy = Budget | Adaptive | MeasuredSchedule | Callable[[int], int]
 """How many tokens are drafted for each request of a step: as many as pay, as engines decide on the host, on a device or
 in the scheduler; or K by the number of requests, 0 to switch drafts off."""
@@ -155,13 +91,15 @@ class Step(NamedTuple):
     draft_seconds: float
     tokens: int
     """Generated so far, the first one of each rollout included."""
+    ended: list[tuple[Rollout, float]]
+    """The rollouts that have ended, and the seconds of each, by an equal share of its steps."""
 
 
 def simulate(
     rollouts: Sequence[Rollout],
     drafter: Drafter,
     policy: Policy,
-    cost: EngineCost,
+    cost: EngineCost | MeasuredCost,
     *,
     num_speculative_tokens: int,
     batch: int,
@@ -178,14 +116,16 @@ def simulate(
         draft: Any = decoder.drafting.draft
         decoder.drafting.draft = lambda *args, **kwargs: policy.cut(draft(*args, **kwargs), decoder, target)  # type: ignore[method-assign]
     waiting = [rollout for rollout in reversed(rollouts) if rollout.token_ids.size]
-    sizes: set[int] = set()  # numbers of tokens that some step has had
-    tokens = 0
+    tokens, clock = 0, 0.0  # the seconds of a request that was there from the beginning
+    started: dict[str, tuple[Rollout, float]] = {}
     while waiting or decoder.live:
         while waiting and len(decoder.live) < batch:
             rollout = waiting.pop()
             tokens += 1  # the first one comes with the prompt
             if rollout.token_ids.size > 1:
-                decoder.start(target.request(rollout))
+                request = target.request(rollout)
+                started[request.req_id] = rollout, clock
+                decoder.start(request)
         num_requests = len(decoder.live)
         if not num_requests:
             return
@@ -198,17 +138,19 @@ def simulate(
         num_draft_tokens, num_accepted = int(counts.drafted.sum()), int(counts.accepted.sum())
         if not isinstance(policy, Budget | Adaptive):
             num_draft_tokens = k * num_requests  # where there is no draft something else is verified
-        size = num_requests + num_draft_tokens
         draft_seconds = cost.drafting(num_requests) * (decoder.drafting.num_asked > 0)
         seconds = cost.whole_step(num_requests, num_draft_tokens) + draft_seconds
-        seconds += cost.cold_seconds * (size not in sizes)
-        sizes.add(size)
         decoder.observe_step(counts, seconds, draft_seconds)
         if isinstance(policy, MeasuredSchedule):
             policy.observe(np.full(num_requests, k), counts.accepted, seconds)
         target.settle(decoder)
         tokens += int(counts.emitted.sum())
-        yield Step(num_requests, num_draft_tokens, num_accepted, seconds, draft_seconds, tokens)
+        clock += seconds / num_requests
+        ended = []
+        if len(decoder.live) < num_requests:
+            left = started.keys() - {request.req_id for request in decoder.live}
+            ended = [(rollout, clock - start) for rollout, start in map(started.pop, left)]
+        yield Step(num_requests, num_draft_tokens, num_accepted, seconds, draft_seconds, tokens, ended)
 
 
 class Phase(NamedTuple):

@@ -1,0 +1,138 @@
+"""Replays: tokens per step that drafts give on recorded rollouts, by what a request drafts from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_spec.drafters.base import Drafter
+from rollout_spec.estimate.recorded import RecordedTarget, Rollout, add_rollout
+from rollout_spec.loop import Decoder, StepCounts
+
+Regime = Literal["own", "finished", "inflight", "epoch"]
+REGIMES: tuple[Regime, ...] = get_args(Regime)
+"""What a request drafts from. own: its own text; finished: also samples of its problem that have ended; inflight: also
+those that are decoded together with it; epoch: its own text and an earlier epoch's samples."""
+
+
+@dataclass
+class ReplayResult:
+    """What a replay measured; seconds are the drafter's.
+
+    Attributes:
+        reliability: float64 [10, 3], by confidence in bins of 0.1: drafted tokens, their summed confidence, accepted
+            tokens.
+    """
+
+    request_steps: int = 0
+    emitted_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    index_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    reliability: NDArray[np.float64] = field(default_factory=lambda: np.zeros((10, 3)))
+
+    def add(self, counts: StepCounts, decoder: Decoder, target: RecordedTarget) -> None:
+        """Count a step."""
+        self.request_steps += counts.rows.size
+        self.emitted_tokens += int(counts.emitted.sum())
+        self.draft_tokens += int(counts.drafted.sum())
+        self.accepted_tokens += int(counts.accepted.sum())
+        self.draft_seconds += decoder.drafting.seconds
+        confidence = decoder.drafting.drafter.table.arrays.confidence[counts.rows]
+        depth = np.arange(confidence.shape[1])
+        is_known, is_accepted = (depth < n[:, None] for n in (target.num_known, counts.accepted))
+        bins = np.minimum(confidence * 10, 9).astype(np.int64)[is_known]
+        for column, weights in enumerate((None, confidence[is_known], is_accepted[is_known])):
+            self.reliability[:, column] += np.bincount(bins, weights, 10)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, without the reliability."""
+        steps = max(self.request_steps, 1)
+        return {
+            "tokens_per_step": self.emitted_tokens / steps,
+            "drafted_per_step": self.draft_tokens / steps,
+            "acceptance_rate": self.accepted_tokens / max(self.draft_tokens, 1),
+            "index_us_per_request_step": 1e6 * self.index_seconds / steps,
+            "draft_us_per_request_step": 1e6 * self.draft_seconds / steps,
+            **{name: value for name, value in vars(self).items() if name != "reliability"},
+        }
+
+
+def split(rollouts: Sequence[Rollout], regime: Regime) -> tuple[list[Rollout], list[Rollout]]:
+    """A problem's (earlier, live) rollouts: of its first and second policy version; of a single one, each half.
+
+    Regimes other than `epoch` leave the earlier rollouts out.
+    """
+    versions = sorted({rollout.policy_version for rollout in rollouts})
+    half = len(rollouts) // 2 if regime == "epoch" else 0
+    earlier, live = list(rollouts[:half]), list(rollouts[half:])
+    if len(versions) > 1:
+        earlier, live = ([r for r in rollouts if r.policy_version == version] for version in versions[:2])
+    return earlier if regime == "epoch" else [], live
+
+
+def waves(problems: Sequence[list[Rollout]], regime: Regime, batch: int) -> Iterator[list[Rollout]]:
+    """Rollouts that are decoded together, `batch` at most where the regime allows it, wave after wave.
+
+    `own`: one after another. `inflight`: all of a problem together. `finished`, `epoch`: rollout k of `batch` problems,
+    after their rollouts before k.
+    """
+    if regime == "own":
+        yield from ([rollout] for problem in problems for rollout in problem)
+    elif regime == "inflight":
+        wave: list[Rollout] = []
+        for problem in problems:
+            if wave and len(wave) + len(problem) > batch:
+                yield wave
+                wave = []
+            wave = wave + problem
+        yield wave
+    else:
+        for start in range(0, len(problems), batch):
+            for together in itertools.zip_longest(*problems[start : start + batch]):
+                yield [rollout for rollout in together if rollout is not None]
+
+
+def replay(
+    problems: Sequence[Sequence[Rollout]],
+    drafter: Drafter,
+    regime: Regime,
+    *,
+    num_speculative_tokens: int = 16,
+    batch: int = 64,
+    max_samples: int | None = None,
+    knows_noise: bool = False,
+) -> ReplayResult:
+    """Replay recorded rollouts, given by problem, in one regime.
+
+    Args:
+        num_speculative_tokens: Most tokens drafted per request and step, K.
+        batch: Requests that advance together, where the regime allows it.
+        max_samples: Live rollouts of each problem, and earlier ones. None: all.
+        knows_noise: Whether the drafter is told the seeds of the rollouts' noise.
+    """
+    target, result = RecordedTarget(), ReplayResult()
+    decoder = Decoder(drafter, target, num_speculative_tokens, knows_noise=knows_noise)
+    parts = [split(problem, regime) for problem in problems]
+    for earlier, _ in parts:
+        for rollout in earlier[:max_samples]:
+            add_rollout(decoder.drafting.drafter, rollout)
+    if regime == "epoch":
+        drafter.begin_policy_version(1)
+    keep = regime in ("finished", "inflight")
+    for wave in waves([live[:max_samples] for _, live in parts if live], regime, batch):
+        for rollout in wave:
+            if rollout.token_ids.size:
+                decoder.start(target.request(rollout))
+        target.settle(decoder, keep=keep)
+        while decoder.live:
+            result.add(decoder.step(), decoder, target)
+            target.settle(decoder, keep=keep)
+    result.index_seconds = decoder.index_seconds
+    return result

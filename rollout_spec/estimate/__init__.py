@@ -1,0 +1,1 @@
+"""What drafts would gain on recorded rollouts: `rollout-spec estimate`."""

@@ -1,0 +1,265 @@
+"""`rollout-spec estimate`: what drafts would gain in a run, by its rollouts and by what steps take on its GPUs.
+
+The rollouts are decoded once more in the order in which they were sampled, with as many requests at a time as an engine
+has, and each step takes what it would take there. Without step costs it says how many tokens per step drafts give.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
+from heapq import heapreplace
+from importlib.util import find_spec
+from multiprocessing import Pool
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_spec.config import MAX_SPECULATIVE_TOKENS
+from rollout_spec.drafters import build_drafter
+from rollout_spec.estimate.costs import (
+    EngineCost,
+    Floats,
+    MeasuredCost,
+    measured_by_vllm,
+    read_step_times,
+    shape_of,
+    step_cost,
+)
+from rollout_spec.estimate.phases import Adaptive, Policy, by_ranges, simulate
+from rollout_spec.estimate.recorded import Rollout, add_rollout, by_problem, read_rollouts
+from rollout_spec.imports import install
+from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
+from rollout_spec.integrations.vllm.step_sizes import CHEAP_TOKENS, CHEAP_TOKENS_A100, affordable_ranges
+
+Ints = NDArray[np.int64]
+WORTH_IT = 1.1
+"""A phase that is less than so many times as fast is not worth an installation."""
+CUTTING = ("h100", "h200")
+"""GPUs on which vLLM cuts the device's drafts."""
+EQUAL = EngineCost(np.array([1.0, 2.0]), np.ones(2))
+"""Every step takes a second: for those who ask for tokens per step alone."""
+
+
+class Phase(NamedTuple):
+    """A simulated rollout phase."""
+
+    is_later: bool
+    """Whether most of its prompts had been sampled before."""
+    seconds: Floats
+    """float64 [prompts, 2]: what the rollouts of each prompt took without and with drafts, by shares of each step."""
+    tail_seconds: float
+    """Of those without drafts, with fewer than half as many requests as at most."""
+    request_steps: int
+    tokens: int
+    verified: int
+
+
+class Engine(NamedTuple):
+    """What phases are simulated with."""
+
+    plain: EngineCost | MeasuredCost
+    ours: EngineCost | MeasuredCost
+    policy: Policy
+    k: int
+
+
+def run(args: Namespace) -> int:
+    """Print a table and a verdict. Returns the exit code; 2, with a line on stderr, for bad input."""
+    try:
+        rollouts = _read(args)
+        context = float(np.mean([r.prompt_token_ids.size + r.token_ids.size / 2 for r in rollouts]))
+        engine_of(args, context, max(args.requests))
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        print(f"rollout-spec estimate: {error}", file=sys.stderr)
+        return 2
+    versions = len({rollout.policy_version for rollout in rollouts})
+    print(
+        f"{len(rollouts):,} rollouts of {len(by_problem(rollouts)):,} prompts, {versions:,} policy version"
+        f"{'s' * (versions > 1)}; {context:,.0f} tokens of context on average"
+    )
+    has_costs = args.gpu is not None or args.step_times is not None
+    print("requests  epoch  tokens/step  verified/step" + "  times as fast (90 %)  tail" * has_costs)
+    rows: list[dict[str, Any]] = []
+    with Pool(min(len(args.requests), os.cpu_count() or 1)) as pool:
+        runs = pool.imap(partial(_run_with, args, rollouts, context), args.requests)
+        for batch, phases in zip(args.requests, runs, strict=True):
+            for is_later in (False, True):
+                some = [phase for phase in phases if phase.is_later == is_later]
+                if some:
+                    rows.append({"requests": batch, "epoch": "later" if is_later else "first", **sum_up(some)})
+                    print(_line(rows[-1], has_costs), flush=True)
+    if has_costs:
+        if args.step_times is None:
+            print("Step times are estimates. An A100's were 0.93 to 1.13 times as long as measured ones.")
+        for batch in args.requests:
+            print(f"{batch} requests: {verdict([row for row in rows if row['requests'] == batch])}.")
+    if args.json is not None:
+        args.json.write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+def engine_of(args: Namespace, context: float, batch: int) -> Engine:
+    """What the arguments ask for. Raises ValueError or OSError."""
+    k = args.num_speculative_tokens
+    if args.step_times is not None:
+        times = read_step_times(args.step_times, args.model, context)
+        requests, milliseconds = np.array(sorted(times[0].items())).T
+        policy = _policy(args.gpu, k, batch, 1.0, lambda sizes: np.interp(sizes, requests, milliseconds / 1e3))
+        return Engine(MeasuredCost(times, drafts=False), MeasuredCost(times, drafts=True), policy, k)
+    if args.gpu is None:
+        return Engine(EQUAL, EQUAL, by_ranges([(1, batch, k)]), k)
+    shape = shape_of(args.model or "")
+    policy = _policy(args.gpu, k, batch, shape.used_experts, measured_by_vllm(shape, args.gpu))
+    plain, ours = (step_cost(shape, args.gpu, drafts=drafts, context=context) for drafts in (False, True))
+    return Engine(plain, ours, policy, k)
+
+
+def _policy(gpu: str | None, k: int, batch: int, used_experts: float, seconds: Any) -> Policy:
+    if gpu in CUTTING:
+        return Adaptive(seconds)
+    ranges = by_ranges(affordable_ranges(k, CHEAP_TOKENS_A100 if gpu == "a100" else CHEAP_TOKENS, used_experts))
+    return MeasuredSchedule([ranges(n) for n in range(batch + 1)])
+
+
+def _run_with(args: Namespace, rollouts: Sequence[Rollout], context: float, batch: int) -> list[Phase]:
+    return simulate_run(rollouts, engine_of(args, context, batch), batch)
+
+
+def simulate_run(rollouts: Sequence[Rollout], engine: Engine, batch: int) -> list[Phase]:
+    """The phases of a run, with at most `batch` requests at a time.
+
+    A phase is what one policy version has sampled. Rollouts of a single version are phases of twice as many as run at a
+    time; later epochs are then simulated with the second half of each prompt's samples, of which the first half is
+    known.
+    """
+    versions: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        versions.setdefault(rollout.policy_version, []).append(rollout)
+    if len(versions) > 1:
+        return _simulate([], list(versions.values()), engine, batch)
+    problems = by_problem(rollouts)
+    halves = [(problem[: len(problem) // 2], problem[len(problem) // 2 :]) for problem in problems if len(problem) > 1]
+    earlier = [rollout for half, _ in halves for rollout in half]
+    phases = _simulate([], _grouped(problems, batch), engine, batch)
+    return phases + (_simulate(earlier, _grouped([half for _, half in halves], batch), engine, batch) if halves else [])
+
+
+def _grouped(problems: Sequence[Sequence[Rollout]], batch: int) -> list[list[Rollout]]:
+    """Phases of whole problems."""
+    phases: list[list[Rollout]] = []
+    for problem in problems:
+        if not phases or len(phases[-1]) >= max(2 * batch, 32):
+            phases.append([])
+        phases[-1] += problem
+    return phases
+
+
+def _simulate(earlier: Sequence[Rollout], phases: Sequence[list[Rollout]], engine: Engine, batch: int) -> list[Phase]:
+    # The host's drafter stands for the device's, which drafts much the same.
+    drafter = build_drafter("history", max_draft_tokens=engine.k, min_survival=0.0)
+    known, results = {rollout.problem_id for rollout in earlier}, []
+    for rollout in earlier:
+        add_rollout(drafter, rollout)
+    for number, phase in enumerate(phases):
+        if sys.stderr.isatty():
+            print(f"\r{batch} requests: phase {number + 1} of {len(phases)} ", end="\r", file=sys.stderr)
+        drafter.begin_policy_version(number + bool(earlier))
+        problems = {rollout.problem_id for rollout in phase}
+        steps = list(simulate(phase, drafter, engine.policy, engine.ours, num_speculative_tokens=engine.k, batch=batch))
+        if not steps:
+            continue
+        starts, ends, live = without_drafts([rollout.token_ids.size for rollout in phase], batch)
+        seconds = np.array([engine.plain.whole_step(n, 0) for n in range(1, live.max() + 1)])[live - 1]
+        clock = np.append(0.0, np.cumsum(seconds / live))
+        of_prompt = {problem_id: np.zeros(2) for problem_id in problems}
+        for rollout, took in zip(phase, clock[ends] - clock[starts], strict=True):
+            of_prompt[rollout.problem_id][0] += took
+        for rollout, took in (entry for step in steps for entry in step.ended):
+            of_prompt[rollout.problem_id][1] += took
+        results.append(
+            Phase(
+                is_later=2 * len(problems & known) > len(problems),
+                seconds=np.array(list(of_prompt.values())),
+                tail_seconds=float(seconds[2 * live < live.max()].sum()),
+                request_steps=sum(step.num_requests for step in steps),
+                tokens=steps[-1].tokens - sum(rollout.token_ids.size > 0 for rollout in phase),
+                verified=sum(step.num_draft_tokens for step in steps),
+            )
+        )
+        known |= problems
+    return results
+
+
+def without_drafts(lengths: Sequence[int], batch: int) -> tuple[Ints, Ints, Ints]:
+    """When each rollout of a phase begins and ends, in steps, and how many requests each step has, int64.
+
+    The first token of a rollout comes with its prompt and takes no step.
+
+    Args:
+        lengths: Tokens of the rollouts, in the order in which they start. One has two or more.
+        batch: Most at a time.
+    """
+    free_from = [0] * batch  # the step from which each place is free, as a heap
+    starts = np.zeros(len(lengths), np.int64)
+    steps = np.maximum(np.array(lengths, np.int64) - 1, 0)
+    for i, length in enumerate(steps.tolist()):
+        if length:
+            starts[i] = free_from[0]
+            heapreplace(free_from, free_from[0] + length)
+    ends = starts + steps
+    changes = np.zeros(ends.max() + 1, np.int64)
+    np.add.at(changes, starts, steps > 0)
+    np.subtract.at(changes, ends, steps > 0)
+    return starts, ends, np.cumsum(changes)[:-1]
+
+
+def sum_up(phases: Sequence[Phase]) -> dict[str, Any]:
+    """Tokens per step, and how many times as fast a phase is, with 5 % and 95 % of the same for resampled prompts."""
+    seconds = np.concatenate([phase.seconds for phase in phases])
+    chosen = np.random.default_rng(0).integers(len(seconds), size=(1000, len(seconds)))
+    plain, ours = np.moveaxis(seconds[chosen].sum(1), 1, 0)
+    steps = sum(phase.request_steps for phase in phases)
+    return {
+        "tokens_per_step": sum(phase.tokens for phase in phases) / steps,
+        "verified_per_step": sum(phase.verified for phase in phases) / steps,
+        "speedup": seconds[:, 0].sum() / seconds[:, 1].sum(),
+        "interval": np.percentile(plain / ours, [5, 95]).tolist(),
+        "tail": sum(phase.tail_seconds for phase in phases) / seconds[:, 0].sum(),
+    }
+
+
+def verdict(rows: Sequence[dict[str, Any]]) -> str:
+    """In a few words."""
+    least = {row["epoch"]: row["interval"][0] for row in rows}
+    if least.get("first", 0.0) >= WORTH_IT:
+        return "worth it"
+    return "worth it from the second epoch on" if least.get("later", 0.0) >= WORTH_IT else "not worth it"
+
+
+def _read(args: Namespace) -> list[Rollout]:
+    if find_spec("pyarrow") is None:
+        raise ImportError(f"recordings are read with pyarrow: {install('estimate')}")
+    if not 1 <= args.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+        raise ValueError(
+            f"-k must be between 1 and {MAX_SPECULATIVE_TOKENS} (vLLM's limit), got {args.num_speculative_tokens}"
+        )
+    if min(args.requests) < 1:
+        raise ValueError(f"--requests must be positive, got {min(args.requests)}")
+    rollouts = [rollout for path in args.paths for rollout in read_rollouts(path, args.tokenizer)]
+    if all(rollout.token_ids.size < 2 for rollout in rollouts):
+        raise ValueError("all rollouts have one token: there is nothing to draft")
+    return rollouts
+
+
+def _line(row: dict[str, Any], has_costs: bool) -> str:
+    line = f"{row['requests']:8}  {row['epoch']}  {row['tokens_per_step']:11.2f}  {row['verified_per_step']:13.2f}"
+    if not has_costs:
+        return line
+    low, high = row["interval"]
+    return f"{line}  {row['speedup']:6.2f} ({low:.2f} to {high:.2f})  {row['tail']:4.0%}"

@@ -1,0 +1,273 @@
+"""What an engine's steps take on a GPU: measured times, or an estimate from the model's and the GPU's sizes.
+
+Scheduling is asynchronous: a step takes as long as the device, or the host if that takes longer. Seconds unless said
+otherwise. `experiments/costs/gpus.py` shows estimates beside what was measured.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_spec.integrations.vllm.step_sizes import MEASURED_CONTEXT
+
+Floats = NDArray[np.float64]
+
+# The model.
+PEAKS = {"h100": (3.35e12, 989e12), "h200": (4.8e12, 989e12), "a100": (2.04e12, 312e12)}
+"""Bytes and dense bf16 operations per second in NVIDIA's data sheets, SXM, A100 with 80 GB."""
+BYTES_SHARE, FLOPS_SHARE = 0.8, 0.7
+"""What kernels reach of them: estimates. With these alone a step of 2,304 tokens takes an 8B model 61 ms on an H100,
+and one of 256 without drafts 14, where reading vLLM's code had given 55 to 60 and 12; with MEASURED_SHARE 46 and 14."""
+SHARPNESS = 4
+"""Where reading weights and computing take about the same time, kernels reach less of either: the two times to this
+power are added. At equal times that is 1.19 times as long as either. An estimate."""
+TOKENS = np.unique(np.append(2.0 ** np.arange(0, 14.25, 0.25), 2049.0).round())
+"""Points of the curves: four per doubling, and the first size beyond the largest graph."""
+MEASURED_TOKENS = 1, 16, 24, 32, 48, 64, 96, 128, 192, 256, 288, 384, 512, 768, 1024
+MEASURED_SHARE = 0.98, 1.0, 1.05, 1.08, 1.17, 1.19, 1.24, 1.15, 1.17, 0.97, 1.16, 0.95, 0.92, 0.86, 0.85
+"""By a step's tokens, what was measured over the formula: means of steps that verify drafts, of Qwen2.5-7B, 14B and
+Llama-3.1-8B with contexts of 256 to 1,024, vLLM 0.11.2 on an A100 (arXiv:2606.18967, `sd_toggle/configs` of
+github.com/furiosa-ai/EfficientRollout at 0ff0bc5). No other GPU's are known, so all get them."""
+VERIFYING = {"a100": 0.55e-6}
+"""Seconds per token of context that a step takes longer if a request has more than one token: with 4,096 it was 2.3 ms
+there, with one request as with eight. FlashAttention 3, of Hopper, is taken to have no such loss."""
+CONTEXT = 1024
+"""Tokens in a request's KV cache. Longer ones take drafts and plain steps the same time more, which favours drafts."""
+KERNELS_PER_LAYER, KERNEL = 10, 1.5e-6
+"""Kernels of a layer, and what each begins and ends with inside a CUDA graph: estimates."""
+LAUNCH = 7e-6
+"""Launching one kernel, estimated by reading: 0.6 ms for the 87 kernels that we once added to a step."""
+LARGEST_GRAPH = 2048
+"""`LARGEST` of integrations/vllm/step_sizes.py. vLLM's own is 512, beyond which an engine without speculation never
+gets here. Kernels of larger steps are launched one by one, while the device computes."""
+
+# Ours on the device: reading's estimates at K = 8 and 1, 64 and 512 requests are 0.1, 0.15 and 0.7 ms for verification
+# and drafter together, of which the scan of the logits takes 0.5 at 512.
+SAMPLE, SCAN_ROW = 50e-6, 0.5e-3 / 4608
+"""Sampling per step and per row of logits. vLLM's own sampler reads logits several times: "none" gets ours."""
+DRAFT_CALL, DRAFT_REQUEST = 50e-6, 0.2e-3 / 512
+FEATURES, FEATURES_ROW = 20e-6, 4e-9
+"""Since features are part of the one pass: two launches, and 1,536 logits and a hidden state to read per row. The
+reading's estimates (0.2 to 1.7 ms) are of the code before, so this is our own from the bytes."""
+SAMPLER_LAUNCHES, OUR_LAUNCHES = 30, 19
+"""Estimates: of sampling and its surroundings in any engine; ours more with drafter and features: 87 less the 70 of the
+earlier features, and the two of today's."""
+
+# The host: 20 % quantiles measured on the two busy cores of `experiments/results`.
+CORES = 0.5
+"""Time on a GPU server's idle cores as a share of that: an estimate."""
+VLLM_STEP, VLLM_REQUEST = 0.35e-3, 28e-6
+"""Scheduling, input preparation and output processing, measured in vLLM 0.31 twice: 0.32 and 0.36 ms for one request,
+and 23 to 32 us more for each."""
+
+
+class EngineCost(NamedTuple):
+    """Seconds of a step by its tokens, interpolated linearly; beyond the last point with the upper half's mean slope.
+
+    `tokens` and `seconds` are float64 [n] with n >= 2; tokens rise, seconds do not fall.
+    """
+
+    tokens: Floats
+    seconds: Floats
+    draft_seconds: float = 0.0
+    """Seconds of drafting per request, in steps that ask the drafter."""
+    draft_call_seconds: float = 0.0
+    """Seconds of drafting per step that asks the drafter, besides those per request."""
+    request_seconds: float = 0.0
+    """Seconds per request in every step, besides its tokens: reading its KV cache, and what else is not hidden."""
+    verify_seconds: float = 0.0
+    """Extra seconds of a step with draft tokens."""
+    host_seconds: float = 0.0
+    """With asynchronous scheduling the host works while the device computes. No step takes less than this."""
+    host_request_seconds: float = 0.0
+    """What each request of a step adds to `host_seconds`."""
+
+    def step(self, num_tokens: float) -> float:
+        """Seconds of a step without drafts."""
+        return float(self.steps(np.array([num_tokens]))[0])
+
+    def steps(self, num_tokens: NDArray[Any]) -> Floats:
+        """Seconds of steps without drafts, float64 of the shape of `num_tokens`."""
+        half = (self.tokens.size - 1) // 2  # not the last two points alone: measured times may be equal there
+        slope = (self.seconds[-1] - self.seconds[half]) / (self.tokens[-1] - self.tokens[half])
+        beyond = np.maximum(np.asarray(num_tokens, np.float64) - self.tokens[-1], 0.0)
+        return np.asarray(np.interp(num_tokens, self.tokens, self.seconds) + slope * beyond)
+
+    def drafting(self, num_requests: int) -> float:
+        """Seconds of asking the drafter in a step."""
+        return self.draft_call_seconds + self.draft_seconds * num_requests
+
+    def whole_step(self, num_requests: int, num_draft_tokens: int) -> float:
+        """Seconds of a step, without those of the drafter."""
+        seconds = self.step(num_requests + num_draft_tokens) + self.request_seconds * num_requests
+        seconds += self.verify_seconds * (num_draft_tokens > 0)
+        return max(seconds, self.host_seconds + self.host_request_seconds * num_requests)
+
+
+class Shape(NamedTuple):
+    """What of a model its time depends on."""
+
+    parameters: float
+    layers: int
+    cache_bytes: int  # of the KV cache per token, bf16
+    of_experts: float = 0.0  # of the parameters
+    used_experts: float = 1.0  # of all, by one token
+
+    def read(self, num_tokens: Any) -> Any:
+        """Parameters that a step reads: those of all experts that some token uses, if each chose by itself."""
+        return self.parameters - self.of_experts * (1 - self.used_experts) ** num_tokens
+
+    @property
+    def active(self) -> float:
+        """Parameters that a token uses."""
+        return self.parameters - self.of_experts * (1 - self.used_experts)
+
+
+SHAPES = {
+    "1.5b": Shape(1.54e9, 28, 28 * 2 * 2 * 128 * 2),  # Qwen2.5-1.5B: two key-value heads of 128 numbers
+    "7b": Shape(7.62e9, 28, 28 * 2 * 4 * 128 * 2),  # Qwen2.5-7B
+    "8b": Shape(8.03e9, 32, 32 * 2 * 8 * 128 * 2),  # Llama-3.1-8B: eight
+    "14b": Shape(14.77e9, 48, 48 * 2 * 8 * 128 * 2),  # Qwen2.5-14B
+    "32b": Shape(32.8e9, 64, 64 * 2 * 8 * 128 * 2),  # Qwen2.5-32B
+    "30b-a3b": Shape(30.5e9, 48, 48 * 2 * 4 * 128 * 2, of_experts=29.0e9, used_experts=8 / 128),  # Qwen3-30B-A3B
+}
+
+
+def shape_of(model: str) -> Shape:
+    """A model's sizes: a name in SHAPES, or a path of its config.json or of the folder that has it.
+
+    Raises:
+        ValueError: it is neither, or its layers are of a kind that this does not know.
+        OSError: the file cannot be read.
+    """
+    if model.lower() in SHAPES:
+        return SHAPES[model.lower()]
+    path = Path(model, "config.json") if Path(model).is_dir() else Path(model)
+    if not path.exists():
+        raise ValueError(f"--model must be one of {', '.join(SHAPES)} or a path of a config.json, got {model!r}")
+    try:
+        config = json.loads(path.read_text())
+        config = config.get("text_config", config)
+        hidden, layers, heads = (config[n] for n in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+        kinds = " ".join(config.get("layer_types") or ())
+        if config.get("kv_lora_rank") or "linear" in kinds or "mamba" in kinds:
+            raise ValueError("its attention is compressed or recurrent, which is not estimated: give --step-times")
+        kv_heads, head = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
+        experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
+        width = config.get("moe_intermediate_size") or config["intermediate_size"]
+        of_experts = layers * experts * 3 * hidden * width
+        dense = 0 if experts else 3 * hidden * config["intermediate_size"]
+        words = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
+        parameters = of_experts + words + layers * (dense + 2 * hidden * head * (heads + kv_heads))
+        used = config["num_experts_per_tok"] / experts if experts else 1.0
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is no config.json of a transformer: {error!r}") from error
+    return Shape(parameters, layers, layers * 2 * kv_heads * head * 2, of_experts, used)
+
+
+def step_cost(shape: Shape, gpu: str, *, drafts: bool, context: float = CONTEXT) -> EngineCost:
+    """A model's steps, estimated.
+
+    Args:
+        gpu: In PEAKS.
+        drafts: Whether the device drafts, with features.
+        context: Tokens in a request's KV cache.
+    """
+    bandwidth, flops = BYTES_SHARE * PEAKS[gpu][0], FLOPS_SHARE * PEAKS[gpu][1]
+    weights, per_token = 2 * shape.read(TOKENS) / bandwidth, 2 * shape.active / flops
+    device = np.power(weights**SHARPNESS + (per_token * TOKENS) ** SHARPNESS, 1 / SHARPNESS)
+    device += shape.layers * KERNELS_PER_LAYER * KERNEL
+    device = np.maximum.accumulate(device * np.interp(TOKENS, MEASURED_TOKENS, MEASURED_SHARE))
+    launches = np.where(TOKENS > LARGEST_GRAPH, KERNELS_PER_LAYER * shape.layers * LAUNCH, 0.0)
+    sampling = SAMPLE + SCAN_ROW * TOKENS + (FEATURES + FEATURES_ROW * TOKENS) * drafts
+    return EngineCost(
+        TOKENS,
+        np.maximum(device, launches) + sampling,
+        draft_seconds=DRAFT_REQUEST * drafts,
+        draft_call_seconds=DRAFT_CALL * drafts,
+        request_seconds=context * shape.cache_bytes / bandwidth,
+        verify_seconds=context * VERIFYING.get(gpu, 0.0),
+        host_seconds=CORES * VLLM_STEP + LAUNCH * (SAMPLER_LAUNCHES + OUR_LAUNCHES * drafts),
+        host_request_seconds=CORES * VLLM_REQUEST,
+    )
+
+
+def measured_by_vllm(shape: Shape, gpu: str) -> Callable[[NDArray[np.int64]], Floats]:
+    """What an engine with adaptive verification measures at its start: seconds of steps by their tokens.
+
+    See `adaptive.py`: each token has `MEASURED_CONTEXT` tokens of context, and the host's time is not seen.
+    """
+    cost = step_cost(shape, gpu, drafts=True)
+    per_token = MEASURED_CONTEXT * shape.cache_bytes / (BYTES_SHARE * PEAKS[gpu][0])
+    return lambda num_tokens: cost.steps(num_tokens) + per_token * num_tokens + cost.draft_call_seconds
+
+
+class MeasuredCost:
+    """Steps that were measured, by requests and draft tokens of each.
+
+    Between them times are interpolated; beyond them they are the nearest one, in proportion to the requests.
+
+    Args:
+        milliseconds: By K: (requests, milliseconds) of steps with so many draft tokens per request, K = 0 among them.
+        drafts: Add what our drafter takes.
+    """
+
+    def __init__(self, milliseconds: Mapping[int, Mapping[int, float]], *, drafts: bool) -> None:
+        self._ks = np.array(sorted(milliseconds), np.float64)
+        self._curves = [np.array(sorted(milliseconds[int(k)].items())).T for k in self._ks]
+        self._drafts = drafts
+
+    def whole_step(self, num_requests: float, num_draft_tokens: float) -> float:
+        """As of `EngineCost`."""
+        times = [np.interp(num_requests, *curve) * max(num_requests / curve[0][-1], 1.0) for curve in self._curves]
+        return float(np.interp(num_draft_tokens / num_requests, self._ks, times)) / 1e3 + FEATURES * self._drafts
+
+    def drafting(self, num_requests: int) -> float:
+        """As of `EngineCost`."""
+        return (DRAFT_CALL + DRAFT_REQUEST * num_requests) * self._drafts
+
+
+def read_step_times(path: Path, model: str | None, context: float) -> dict[int, dict[int, float]]:
+    """What `MeasuredCost` takes, from a CSV with model, requests, context, num_speculative_tokens and median_ms.
+
+    Args:
+        model: Whose rows; None: there is only one.
+        context: Of the contexts in the file the nearest one is taken.
+
+    Raises:
+        ValueError: columns or rows are missing.
+        OSError: the file cannot be read.
+    """
+    try:
+        with path.open(newline="") as file:
+            rows = [
+                (
+                    row["model"],
+                    int(row["context"]),
+                    int(row["num_speculative_tokens"]),
+                    int(row["requests"]),
+                    float(row["median_ms"]),
+                )
+                for row in csv.DictReader(file)
+            ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} has not the columns of step times, or no numbers in them: {error!r}") from error
+    models = sorted({row[0] for row in rows})
+    rows = [row for row in rows if row[0] == model or model is None]
+    if not rows or (model is None and len(models) > 1):
+        raise ValueError(f"{path} has step times of {', '.join(models) or 'no model'}: name one as --model")
+    nearest = min((row[1] for row in rows), key=lambda known: abs(known - context))
+    found: dict[int, dict[int, float]] = {}
+    for _, known, k, requests, milliseconds in rows:
+        if known == nearest:
+            found.setdefault(k, {})[requests] = milliseconds
+    if 0 not in found or len(found) < 2:
+        raise ValueError(f"{path} needs steps with num_speculative_tokens = 0 and with some, of a context of {nearest}")
+    return found

@@ -1,0 +1,204 @@
+"""`rollout-spec estimate`: what it reads, what it refuses, what phases it simulates and what it says."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from rollout_spec.cli import main
+from rollout_spec.drafters import build_drafter
+from rollout_spec.estimate.command import EQUAL, Engine, simulate_run, verdict, without_drafts
+from rollout_spec.estimate.costs import SHAPES, MeasuredCost, read_step_times, shape_of, step_cost
+from rollout_spec.estimate.phases import by_ranges, simulate
+from rollout_spec.estimate.phases import sum_up as sum_of_steps
+from rollout_spec.estimate.recorded import RecordedTarget, Rollout, by_problem, read_rollouts
+from rollout_spec.history.folder import HistoryFolder, Origin
+from rollout_spec.history.logs import read
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID
+
+pytest.importorskip("pyarrow")
+
+PROMPT = np.array([1, 2], np.int32)
+QWEN_7B = {
+    "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+    "intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN_30B_A3B = {
+    "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+    "vocab_size": 151936, "tie_word_embeddings": False,
+}  # fmt: skip
+STEP_TIMES = """model,requests,context,num_speculative_tokens,median_ms
+a,1,256,0,10.0
+a,8,256,0,12.0
+a,1,256,4,11.0
+a,8,256,4,20.0
+a,1,4096,0,15.0
+a,1,4096,4,16.0
+"""
+
+
+def test_nothing_is_known_after_a_difference():
+    """A drafter that learns from what a target says of rejected drafts would be told too much."""
+    target = RecordedTarget()
+    request = target.request(Rollout(1, np.array([9], np.int32), np.array([5, 6, 7, 8], np.int32)))
+    assert target([request], [[5, 1, 7]]).token_ids.tolist() == [5, 6, PLACEHOLDER_TOKEN_ID, PLACEHOLDER_TOKEN_ID]
+
+
+def test_what_a_user_has_is_read(tmp_path, capsys):
+    lines = [{"prompt_ids": [1, 2] * 40, "completion_ids": [3, 4], "step": k // 2} for k in range(4)]
+    (tmp_path / "ids.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"prompt_ids": [1]}]))
+    rollouts = read_rollouts(str(tmp_path / "ids.jsonl"))
+    assert "1 left out" in capsys.readouterr().err
+    assert [r.policy_version for r in rollouts] == [0, 0, 1, 1]
+    assert all(r.prompt_token_ids.tolist() == [1, 2] * 40 and r.token_ids.tolist() == [3, 4] for r in rollouts)
+    folder = HistoryFolder(str(tmp_path / "history"), Origin())
+    logged = [rollout for rollout, _ in read(tmp_path / "ids.jsonl", None, lambda number, reason: None)]
+    folder.write(logged[:2])
+    folder.write(logged[2:])
+    kept = read_rollouts(str(tmp_path / "history"))
+    assert [(r.problem_id, r.policy_version) for r in kept] == [(r.problem_id, r.policy_version) for r in rollouts]
+    assert len(by_problem([*rollouts, *kept])) == 1
+
+
+def write_log(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def a_log(path, steps=4, prompts=3, group=4, tokens=60):
+    """The samples of a prompt are alike, and each prompt comes again in every second step."""
+    rng, rows = np.random.default_rng(0), []
+    texts = rng.integers(0, 200, (2, prompts, tokens))
+    for step in range(steps):
+        for number in range(prompts):
+            for _ in range(group):
+                said = np.where(rng.random(tokens) < 0.1, rng.integers(0, 200, tokens), texts[step % 2, number])
+                rows.append({"prompt_ids": [step % 2, number], "completion_ids": said.tolist(), "step": step})
+    return write_log(path, rows)
+
+
+def test_a_run_is_decoded_step_by_step_and_its_later_epochs_are_told_apart(tmp_path, capsys):
+    log, out = a_log(tmp_path / "log.jsonl"), tmp_path / "x.json"
+    assert main(["estimate", log, "--gpu", "h100", "--model", "7b", "--requests", "4", "16", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())
+    assert [f"{row['requests']} {row['epoch']}" for row in rows] == ["4 first", "4 later", "16 first", "16 later"]
+    for first, later in (rows[:2], rows[2:]):
+        assert later["tokens_per_step"] > 1.5 * first["tokens_per_step"]
+        for row in (first, later):
+            assert row["interval"][0] <= row["speedup"] <= row["interval"][1]
+        assert later["interval"][0] > first["interval"][1]
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "48 rollouts of 6 prompts, 4 policy versions; 32 tokens of context on average"
+    assert shown[-1] == "16 requests: worth it from the second epoch on."
+    assert main(["estimate", log]) == 0
+    assert "times as fast" not in capsys.readouterr().out
+
+
+def test_of_a_single_version_half_of_the_samples_is_an_earlier_epoch(tmp_path):
+    rollouts = read_rollouts(a_log(tmp_path / "log.jsonl", steps=1, prompts=20))
+    engine = Engine(EQUAL, EQUAL, by_ranges([(1, 8, 8)]), 8)
+    phases = simulate_run(rollouts, engine, 8)
+    assert [phase.is_later for phase in phases] == [False] * 3 + [True] * 2, "of at least 32 rollouts and whole prompts"
+    assert sum(phase.tokens for phase in phases) == (80 + 40) * 59
+    alone = [rollout._replace(problem_id=number) for number, rollout in enumerate(rollouts)]
+    assert not any(phase.is_later for phase in simulate_run(alone, engine, 8)), "there is no other sample of a prompt"
+
+
+@pytest.mark.parametrize("batch", [1, 3, 64])
+def test_phases_without_drafts_are_those_of_the_simulation(batch):
+    """Which takes longer to decode them; and the rollouts' shares of the steps add up to all of them."""
+    rng = np.random.default_rng(0)
+    lengths = [1, 40, 2, *rng.integers(1, 50, 20).tolist()]
+    rollouts = [Rollout(n % 3, PROMPT, np.arange(size, dtype=np.int32)) for n, size in enumerate(lengths)]
+    cost = step_cost(SHAPES["7b"], "h100", drafts=False)
+    drafter = build_drafter("history", max_draft_tokens=4)
+    steps = list(simulate(rollouts, drafter, lambda num_requests: 0, cost, num_speculative_tokens=4, batch=batch))
+    starts, ends, live = without_drafts(lengths, batch)
+    assert live.tolist() == [step.num_requests for step in steps]
+    assert (ends - starts).tolist() == [size - 1 for size in lengths]
+    took = [seconds for step in steps for _, seconds in step.ended]
+    assert len(took) == sum(size > 1 for size in lengths)
+    assert sum(took) == pytest.approx(sum_of_steps(steps).seconds)
+
+
+def test_what_it_says():
+    def row(epoch, low):
+        return {"epoch": epoch, "interval": [low, 3.0]}
+
+    assert verdict([row("first", 1.2), row("later", 1.0)]) == "worth it"
+    assert verdict([row("first", 1.05), row("later", 1.2)]) == "worth it from the second epoch on"
+    assert verdict([row("first", 1.05)]) == verdict([row("later", 0.9)]) == "not worth it"
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([], [], "no rollouts"),
+        ([{"prompt": "a", "completion": "b"}], [], "text needs --tokenizer"),
+        ([{"prompt_ids": [1], "completion_ids": []}], [], "the completion is empty"),
+        (None, ["-k", "0"], "-k must be between 1 and"),
+        (None, ["--requests", "0"], "--requests must be positive"),
+        (None, ["--gpu", "h100"], "--model must be one of 1.5b, 7b"),
+        (None, ["--gpu", "h100", "--model", "nowhere/config.json"], "--model must be one of"),
+        (None, ["--step-times", "missing.csv"], "No such file"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, capsys, rows, options, message):
+    rows = [{"prompt_ids": [1], "completion_ids": [2, 3]}] if rows is None else rows
+    assert main(["estimate", write_log(tmp_path / "log.jsonl", rows), *options]) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, len(shown.err.splitlines())) == ("", 1)
+    assert message in shown.err
+
+
+def test_one_rollout_and_a_torn_line_are_enough(tmp_path, capsys):
+    path = tmp_path / "log.jsonl"
+    path.write_text(json.dumps({"prompt_ids": [1], "completion_ids": [2, 3] * 9}) + '\n{"prompt_ids": [1], "compl')
+    assert main(["estimate", str(path), "--gpu", "a100", "--model", "8B"]) == 0
+    shown = capsys.readouterr()
+    assert "1 left out" in shown.err
+    assert "1 rollouts of 1 prompts" in shown.out
+    write_log(path, [{"prompt_ids": [1], "completion_ids": [2]}])
+    assert main(["estimate", str(path)]) == 2, "its first token comes with the prompt"
+    assert "nothing to draft" in capsys.readouterr().err
+
+
+def test_sizes_of_a_model_follow_from_its_configuration(tmp_path):
+    for name, config in (("7b", QWEN_7B), ("30b-a3b", {"text_config": QWEN_30B_A3B})):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        found, known = shape_of(str(tmp_path)), SHAPES[name]
+        assert found.parameters == pytest.approx(known.parameters, rel=0.01)
+        assert found.of_experts == pytest.approx(known.of_experts, rel=0.01)
+        assert found[1:3] == known[1:3]
+        assert found.used_experts == known.used_experts
+    for config, message in (
+        ({**QWEN_7B, "layer_types": ["linear_attention", "full_attention"]}, "give --step-times"),
+        ({**QWEN_7B, "kv_lora_rank": 512}, "give --step-times"),
+        ({"hidden_size": 8}, "no config.json of a transformer"),
+        ([], "no config.json of a transformer"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=message):
+            shape_of(str(tmp_path / "config.json"))
+
+
+def test_measured_times_are_interpolated(tmp_path):
+    path = tmp_path / "times.csv"
+    path.write_text(STEP_TIMES)
+    cost = MeasuredCost(read_step_times(path, None, context=300), drafts=False)
+    steps = [(1, 0), (8, 0), (8, 32), (1, 2), (16, 0)]
+    assert [cost.whole_step(*step) for step in steps] == pytest.approx([0.010, 0.012, 0.020, 0.0105, 0.024])
+    assert cost.drafting(8) == 0 < MeasuredCost(read_step_times(path, "a", 300), drafts=True).drafting(8)
+    assert read_step_times(path, "a", context=4000) == {0: {1: 15.0}, 4: {1: 16.0}}
+    for text, message in (
+        (STEP_TIMES + "b,1,256,0,9.0\n", "step times of a, b: name one"),
+        ("\n".join(line for line in STEP_TIMES.splitlines() if ",4," not in line), "and with some"),
+        (STEP_TIMES.replace("median_ms", "ms"), "has not the columns"),
+        (STEP_TIMES.splitlines()[0], "no model"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_step_times(path, None, 300)
