@@ -12,6 +12,7 @@ import torch
 from rollout_spec.integrations.trainers.logprob_check import logprob_errors
 from rollout_spec.integrations.trainers.trl import RolloutSpecGenerator
 from rollout_spec.integrations.vllm.compat import plain_weights
+from rollout_spec.integrations.vllm.requests import without_history
 from rollout_spec.noise.torch import gumbel
 from rollout_spec.stats import SpeculationStats
 
@@ -57,6 +58,9 @@ class PairedGenerator(RolloutSpecGenerator):
         unseeded = [params.clone() for params in sampling_params]
         for params in unseeded:
             params.seed = None  # as TRL sends them; per-request seeds are slow in stock vLLM
+        unkept = [params.clone() for params in sampling_params]
+        for params in unkept:  # the same rollouts come again: a drafter on a GPU would learn them here
+            params.extra_args = without_history(params.extra_args)
 
         outputs, seconds, stats = {}, {}, {}
         first = self._step % len(WAYS)
@@ -66,7 +70,7 @@ class PairedGenerator(RolloutSpecGenerator):
             if way == "stock":
                 outputs[way] = self._stock.generate(prompts, unseeded, *args, **kwargs)
             else:
-                outputs[way] = super().generate(prompts, sampling_params, *args, **kwargs)
+                outputs[way] = super().generate(prompts, unkept if way == "off" else sampling_params, *args, **kwargs)
             seconds[way] = time.perf_counter() - started
             stats[way] = SpeculationStats.between(before, self.stats())
 
