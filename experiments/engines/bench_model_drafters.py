@@ -16,6 +16,9 @@ generated in several epochs with new seeds, in fp32 on the CPU engine, each mode
 with METHOD draft_model or mtp. Printed: request-steps (how often a request was in an engine step that sampled for it)
 and tokens per request-step, by epoch.
 
+With `--recurrent` the policy is a Qwen3-Next with gated DeltaNet (trained when missing: five minutes), which has no
+separate model and takes vLLM 0.32 or newer, Triton and a C compiler: vLLM's kernels for such layers are emulated.
+
 Gates, before any figure of a mode: its rollouts are what the policy samples under their noise, but for tokens whose
 choice was within GAP. vLLM's own modes have other noise; their rollouts' log-probability must be what samples of the
 policy have.
@@ -39,9 +42,11 @@ from examples.demo import ENVIRONMENT
 from examples.demo.policy import build_tokenizer, warm_start
 from examples.demo.task import make_prompt
 from experiments.engines.build import Runs, build_engine, command, write_result
-from experiments.engines.trained_drafters import run_target, save, train
+from experiments.engines.trained_drafters import run_target, save, train, warm_start_recurrent
 from experiments.rows import append, origin
 from rollout_spec.noise.host import derive_seed, gumbel
+from tests.interpreter import run_kernels
+from tests.recurrent.kernels import use_gpu_kernels
 
 METHODS = ("draft_model", "mtp")
 MODES = (
@@ -149,13 +154,13 @@ def model_folder(args: argparse.Namespace, method: str) -> Path:
 
 def prepare_models(args: argparse.Namespace, methods: Sequence[str]) -> tuple[Any, list[dict[str, Any]]]:
     """Train what is missing. Returns the policy, and a row on each draft model's training."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     tokenizer = build_tokenizer()
     if not args.policy.exists():
-        print(f"training the demo's policy into {args.policy} (some minutes)", flush=True)
-        warm_start(args.policy)
-    policy = LlamaForCausalLM.from_pretrained(args.policy, dtype=torch.float32).eval()
+        print(f"training the policy into {args.policy} (some minutes)", flush=True)
+        (warm_start_recurrent if args.recurrent else warm_start)(args.policy)
+    policy = AutoModelForCausalLM.from_pretrained(args.policy, dtype=torch.float32).eval()
     rows = []
     for method in methods:
         folder = model_folder(args, method)
@@ -271,7 +276,8 @@ def main(argv: list[str] | None = None) -> None:
     """Train, run all modes at all temperatures, and print tables."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", type=Path, default=Path("demo/policy-v1-seed0"))
+    parser.add_argument("--policy", type=Path, help="default: the demo's, or beside it a recurrent one")
+    parser.add_argument("--recurrent", action="store_true", help="a policy with recurrent layers; no separate model")
     parser.add_argument("--models", type=Path, default=Path("demo/draft-models"), help="folder of trained models")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.6, 1.0])
@@ -290,8 +296,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--at", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    args.policy = args.policy or Path("demo", "recurrent-policy-seed0" if args.recurrent else "policy-v1-seed0")
+    if args.recurrent:
+        args.modes = [mode for mode in args.modes if not mode.endswith(":draft_model")]
     torch.set_num_threads(1)
     if args.only:
+        if args.recurrent:
+            run_kernels()
+            use_gpu_kernels()
         write_result(args.result, run_mode(args, args.only, args.at))
         return
     about = origin(packages=("transformers",))
@@ -302,13 +314,14 @@ def main(argv: list[str] | None = None) -> None:
         append(args.out, {**common, "mode": "training", **row, **about})
     names = ("problems", "group", "max_tokens", "model_k", "history_k")
     common |= {name: getattr(args, name) for name in names}
+    environment = {**ENVIRONMENT, "VLLM_USE_V2_MODEL_RUNNER": "0"}
     runs = Runs("experiments.engines.bench_model_drafters", argv, args.logs)
     for temperature in args.temperatures:
         print(f"\nT = {temperature}\n{'mode':26} request-steps  tokens per request-step")
         plain: list[list[list[int]]] = []
         for mode in sorted({"none", *args.modes}, key=MODES.index):
             name = f"{mode.replace(':', '_')}_{temperature}"
-            result = runs.run(name, "--only", mode, "--at", str(temperature), environment=ENVIRONMENT)
+            result = runs.run(name, "--only", mode, "--at", str(temperature), environment=environment)
             if result is None:
                 continue
             epochs = result["epochs"]

@@ -1,4 +1,5 @@
-"""Small draft models for a Llama policy: a separate model and an MTP layer, trained on its traces.
+"""Small draft models for a Llama policy: a separate model and an MTP layer, trained on its traces. And a policy with
+recurrent layers, a Qwen3-Next, with an MTP layer.
 
 Both learn the policy's distribution of the next token (cross entropy with its probabilities) on the texts of the demo's
 warm start, and are saved as vLLM reads them: `method="draft_model"` and `"mtp"`.
@@ -6,8 +7,8 @@ warm start, and are saved as vLLM reads them: `method="draft_model"` and `"mtp"`
 An MTP layer is one decoder layer. At position t it sees the embedding of token t + 1 and the hidden state from which
 the policy's lm_head computes the logits of token t + 1, and gives a hidden state from which the same lm_head computes
 the logits of token t + 2. vLLM hands it what its target's `forward` returns: a MiMo's states before the final norm,
-which it applies in `compute_logits` (`vllm/model_executor/models/mimo.py`). To draft further tokens the layer sees its
-own hidden state in place of the policy's, one position on.
+which it applies in `compute_logits` (`vllm/model_executor/models/mimo.py`), a Qwen3-Next's after it. To draft further
+tokens the layer sees its own hidden state in place of the policy's, one position on.
 """
 
 from __future__ import annotations
@@ -16,22 +17,26 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3NextConfig, Qwen3NextForCausalLM
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
-from examples.demo.policy import IGNORED_LABEL, learning_rate_factor, trace_batches
+from examples.demo.policy import IGNORED_LABEL, build_tokenizer, learning_rate_factor, trace_batches
 
 Method = Literal["draft_model", "mtp"]
+Policy = LlamaForCausalLM | Qwen3NextForCausalLM
 Batches = Iterator[tuple[Tensor, Tensor]]
 """(input_ids, labels), both int64 [B, L], as `trace_batches` yields them."""
 
@@ -40,14 +45,14 @@ TRAINED_DEPTH = 3
 
 
 class TargetOutput(NamedTuple):
-    """What a policy says of texts: hidden states before its final norm [B, L, H], and logits [B, L, V]."""
+    """What a policy says of texts: hidden states for its MTP layer [B, L, H], and logits [B, L, V]."""
 
     hidden_states: Tensor
     logits: Tensor
 
 
 @torch.no_grad()
-def run_target(target: LlamaForCausalLM, input_ids: Tensor) -> TargetOutput:
+def run_target(target: Policy, input_ids: Tensor) -> TargetOutput:
     """One forward pass. input_ids: int64 [B, L]."""
     seen: list[Tensor] = []
     hook = target.model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
@@ -55,7 +60,7 @@ def run_target(target: LlamaForCausalLM, input_ids: Tensor) -> TargetOutput:
         normed = target.model(input_ids=input_ids, use_cache=False).last_hidden_state
     finally:
         hook.remove()
-    return TargetOutput(seen[0], target.lm_head(normed))
+    return TargetOutput(normed if isinstance(target, Qwen3NextForCausalLM) else seen[0], target.lm_head(normed))
 
 
 # -- the layer ---------------------------------------------------------------------------------------------------------
@@ -126,8 +131,36 @@ class MtpLayer(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
+class RecurrentMtpLayer(nn.Module):
+    """The MTP layer of a Qwen3-Next, with attention. Its weights are called as in checkpoints, but for a prefix."""
+
+    def __init__(self, config: Qwen3NextConfig) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        initialised = qwen3_next.Qwen3NextModel(config).layers  # transformers does so for whole models only
+        self.layers = nn.ModuleList([initialised[config.layer_types.index("full_attention")]])
+        for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
+            self.add_module(name, qwen3_next.Qwen3NextRMSNorm(config.hidden_size, eps=config.rms_norm_eps))
+        self.rotary = qwen3_next.Qwen3NextRotaryEmbedding(config)
+
+    def forward(self, embeddings: Tensor, hidden_states: Tensor, cache: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """As `MtpLayer.forward`, with the same tokens seen."""
+
+        def update(keys: Tensor, values: Tensor, _: int) -> tuple[Tensor, ...]:
+            """Append this pass's to the cache. Returns those of all passes."""
+            cache.append((keys, values))
+            return tuple(torch.cat(parts, 2) for parts in zip(*cache, strict=True))
+
+        x = self.fc(torch.cat((self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden_states)), -1))
+        depth, position = len(cache), torch.arange(x.shape[1])
+        back = position[:, None] - position
+        seen = torch.cat([back >= depth, *(back == depth - i for i in range(1, depth + 1))], 1)
+        rotary, passes = self.rotary(x, position[None]), SimpleNamespace(update=update)
+        return self.norm(self.layers[0](x, rotary, attention_mask=seen[None, None], past_key_values=passes))
+
+
 def layer_hidden_states(
-    layer: MtpLayer, embed: nn.Module, input_ids: Tensor, hidden_states: Tensor, depth: int
+    layer: MtpLayer | RecurrentMtpLayer, embed: nn.Module, input_ids: Tensor, hidden_states: Tensor, depth: int
 ) -> list[Tensor]:
     """What the layer says at every position of texts, for drafts whose earlier tokens are the text's.
 
@@ -151,13 +184,37 @@ def layer_hidden_states(
 # -- training --------------------------------------------------------------------------------------------------------
 
 
+def warm_start_recurrent(folder: Path, *, steps: int = 600, batch_size: int = 32) -> None:
+    """As the demo's `warm_start`, of a Qwen3-Next with a layer of gated DeltaNet and one of attention.
+
+    Each token uses both experts: rounding cannot change which.
+    """
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(
+        vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=2, full_attention_interval=2, head_dim=32,
+        num_attention_heads=4, num_key_value_heads=4, linear_num_key_heads=2, linear_num_value_heads=2,
+        linear_key_head_dim=64, linear_value_head_dim=64, num_experts=2, num_experts_per_tok=2,
+        moe_intermediate_size=64, shared_expert_intermediate_size=128, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    model = Qwen3NextForCausalLM(config)
+
+    def loss_of(input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]
+        return cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED_LABEL)
+
+    fit(model, loss_of, trace_batches(tokenizer, random.Random(0), batch_size), steps, peak_learning_rate=4e-3)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 def soft_cross_entropy(logits: Tensor, target_logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross entropy with the target's probabilities where there is a label. logits [B, L, V], labels [B, L]."""
     use = labels != IGNORED_LABEL
     return -(target_logits[use].softmax(-1) * logits[use].log_softmax(-1)).sum(-1).mean()
 
 
-def layer_loss(layer: MtpLayer, target: LlamaForCausalLM, input_ids: Tensor, labels: Tensor) -> Tensor:
+def layer_loss(layer: MtpLayer | RecurrentMtpLayer, target: Policy, input_ids: Tensor, labels: Tensor) -> Tensor:
     """Mean over `TRAINED_DEPTH` drafted tokens in a row."""
     seen = run_target(target, input_ids)
     states = layer_hidden_states(layer, target.model.embed_tokens, input_ids, seen.hidden_states, TRAINED_DEPTH)
@@ -205,13 +262,13 @@ def fit(
     return losses
 
 
-def build(target: LlamaForCausalLM, method: Method, seed: int) -> nn.Module:
+def build(target: Policy, method: Method, seed: int) -> nn.Module:
     """An untrained draft model. The separate one has one layer, half of the policy's width."""
     config = target.config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if method != "draft_model":
-            return MtpLayer(config)
+            return (RecurrentMtpLayer if isinstance(target, Qwen3NextForCausalLM) else MtpLayer)(config)
         size = config.hidden_size // 2
         small = {
             "hidden_size": size, "intermediate_size": config.intermediate_size // 2, "num_hidden_layers": 1,
@@ -221,7 +278,7 @@ def build(target: LlamaForCausalLM, method: Method, seed: int) -> nn.Module:
 
 
 def train(
-    target: LlamaForCausalLM,
+    target: Policy,
     tokenizer: PreTrainedTokenizerFast,
     method: Method,
     *,
@@ -247,8 +304,8 @@ def train(
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def save(model: nn.Module, target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write what vLLM loads. For "mtp" that is the policy itself, as a MiMo model with the layer in it.
+def save(model: nn.Module, target: Policy, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write what vLLM loads. For "mtp" that is the policy itself with the layer in it, a Llama as a MiMo model.
 
     A Qwen2 model, and so a MiMo, is a Llama whose query, key and value projections have biases: zeros.
     """
@@ -257,11 +314,13 @@ def save(model: nn.Module, target: LlamaForCausalLM, tokenizer: PreTrainedTokeni
     if isinstance(model, LlamaForCausalLM):
         model.save_pretrained(folder)
         return
-    assert isinstance(model, MtpLayer)
-    config = {**target.config.to_dict(), "dtype": "float32"}
-    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
-    weights = {checkpoint_name(name): weight for name, weight in model.state_dict().items()}
-    weights = with_biases(dict(target.state_dict()) | weights)
+    config = {**target.config.to_dict(), "dtype": "float32", "num_nextn_predict_layers": 1}
+    weights, of_layer = dict(target.state_dict()), model.state_dict().items()
+    if isinstance(model, MtpLayer):
+        config |= {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}
+        weights = with_biases(weights | {checkpoint_name(name): weight for name, weight in of_layer})
+    else:
+        weights |= {f"mtp.{name}": weight for name, weight in of_layer}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     contiguous = {name: weight.detach().contiguous() for name, weight in weights.items()}
     save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
