@@ -72,7 +72,8 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     rows = read("bench_draft", benchmark="draft/cost", set="rg_llama_math", batch=64)
     us = [row["index_us_per_request_step"] + row["draft_us_per_request_step"] for row in rows]
     yield "| | vLLM n-gram ", rows, [*us, *fields(rows, "bytes_per_history_token")]
-    rows = [row for row in read("bench_model_drafters", train_steps=500, model_k=3) if "request_steps" in row]
+    drafters = read("bench_model_drafters", policy="policy-v1-seed0", train_steps=500, model_k=3)
+    rows = [row for row in drafters if "request_steps" in row]
     of_all_epochs = [sum(row["tokens"]) / sum(row["request_steps"]) for row in rows]
     yield "| T | Drafter", rows, [*of_all_epochs, *fields(rows, "tokens_per_step")]
     rows = read("modes_simulated", benchmark="modes/simulated")

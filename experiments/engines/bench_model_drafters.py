@@ -16,8 +16,9 @@ generated in several epochs with new seeds, in fp32 on the CPU engine, each mode
 with METHOD draft_model or mtp. Printed: request-steps (how often a request was in an engine step that sampled for it)
 and tokens per request-step, by epoch.
 
-With `--recurrent` the policy is a Qwen3-Next with gated DeltaNet (trained when missing: five minutes), which has no
-separate model and takes vLLM 0.32 or newer, Triton and a C compiler: vLLM's kernels for such layers are emulated.
+With `--recurrent` the policy is a Qwen3-Next with gated DeltaNet (trained when missing: five minutes), which takes vLLM
+0.32 or newer, Triton and a C compiler: vLLM's kernels for such layers are emulated. Its modes are `none`, `history` and
+`both:mtp`: the emulator does not know all instructions of vLLM's own rejection sampling.
 
 Gates, before any figure of a mode: its rollouts are what the policy samples under their noise, but for tokens whose
 choice was within GAP. vLLM's own modes have other noise; their rollouts' log-probability must be what samples of the
@@ -277,7 +278,7 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", type=Path, help="default: the demo's, or beside it a recurrent one")
-    parser.add_argument("--recurrent", action="store_true", help="a policy with recurrent layers; no separate model")
+    parser.add_argument("--recurrent", action="store_true", help="a policy with recurrent layers, in fewer modes")
     parser.add_argument("--models", type=Path, default=Path("demo/draft-models"), help="folder of trained models")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.6, 1.0])
@@ -298,7 +299,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     args.policy = args.policy or Path("demo", "recurrent-policy-seed0" if args.recurrent else "policy-v1-seed0")
     if args.recurrent:
-        args.modes = [mode for mode in args.modes if not mode.endswith(":draft_model")]
+        args.modes = [mode for mode in args.modes if mode in ("none", "history", "both:mtp")]
     torch.set_num_threads(1)
     if args.only:
         if args.recurrent:
