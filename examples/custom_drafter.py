@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rollout_spec.drafters.base import Drafter, Tokens
-from rollout_spec.estimate.command import EQUAL
+from rollout_spec.estimate.costs import UNIT_COST
 from rollout_spec.estimate.phases import simulate, sum_up
 from rollout_spec.estimate.recorded import Rollout
 from rollout_spec.types import Draft, Int32Array
@@ -118,9 +118,9 @@ def make_rollouts(seed: int = 0) -> list[Rollout]:
 
 def main() -> None:
     drafter: Drafter = RepeatDrafter()
-    steps = list(simulate(make_rollouts(), drafter, lambda _: 8, EQUAL, num_speculative_tokens=8, batch=12))
-    result, request_steps = sum_up(steps), sum(step.num_requests for step in steps)
-    print(f"{1 + result.accepted / request_steps:.2f} tokens per step")
+    steps = simulate(make_rollouts(), drafter, lambda _: 8, UNIT_COST, num_speculative_tokens=8, batch=12)
+    phase = sum_up(list(steps))
+    print(f"{1 + phase.accepted / phase.request_steps:.2f} tokens per step")
 
 
 if __name__ == "__main__":

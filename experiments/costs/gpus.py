@@ -11,7 +11,6 @@ num_speculative_tokens and median_ms.
 
 from __future__ import annotations
 
-import csv
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,19 +20,17 @@ import numpy as np
 
 from experiments.rows import append, make_parser, origin
 from rollout_spec.estimate.costs import (
+    CONTEXT,
     CORES,
-    FEATURES,
-    FEATURES_ROW,
     LAUNCH,
     PEAKS,
-    SAMPLE,
-    SCAN_ROW,
     SHAPES,
-    TOKENS,
     VLLM_REQUEST,
     VLLM_STEP,
     EngineCost,
+    sampling_seconds,
     step_cost,
+    step_time_rows,
 )
 
 Mode = Literal["none", "device", "host"]
@@ -45,7 +42,7 @@ HOST_DRAFT_CALL, HOST_DRAFT_REQUEST = 160e-6, 10.5e-6
 256. What is indexed while the device computes is not in it."""
 
 
-def cost_of(model: str, mode: Mode, gpu: str, context: int = 1024) -> EngineCost:
+def cost_of(model: str, mode: Mode, gpu: str, context: int = CONTEXT) -> EngineCost:
     """A model's steps in a mode, features on. With the drafter on the host it and the device work by turns.
 
     Args:
@@ -57,9 +54,8 @@ def cost_of(model: str, mode: Mode, gpu: str, context: int = 1024) -> EngineCost
     if mode != "host":
         return cost
     launching = SHAPES[model].layers * LAUNCH * PIECEWISE_LAUNCHES
-    sampling = SAMPLE + SCAN_ROW * TOKENS + FEATURES + FEATURES_ROW * TOKENS
     return cost._replace(
-        seconds=np.maximum(cost.seconds, launching + sampling) + CORES * VLLM_STEP,
+        seconds=np.maximum(cost.seconds, launching + sampling_seconds(drafts=True)) + CORES * VLLM_STEP,
         request_seconds=cost.request_seconds + CORES * VLLM_REQUEST,
         draft_call_seconds=CORES * HOST_DRAFT_CALL,
         draft_seconds=CORES * HOST_DRAFT_REQUEST,
@@ -70,13 +66,12 @@ def cost_of(model: str, mode: Mode, gpu: str, context: int = 1024) -> EngineCost
 
 def beside_measured(path: Path) -> Iterator[dict[str, Any]]:
     """Measured times of an A100's steps and estimates, for K up to 7 and contexts of 1,024 and 4,096, milliseconds."""
-    for measured in csv.DictReader(path.open()):
-        model = f"{measured['model'].rsplit('-')[-1].lower()}"
-        requests, context, k = (int(measured[name]) for name in ("requests", "context", "num_speculative_tokens"))
+    for name, requests, context, k, took in step_time_rows(path):
+        model = name.rsplit("-")[-1].lower()
         if context not in (1024, 4096) or k > 7:
             continue
         cost = cost_of(model, "none", "a100", context)._replace(host_seconds=0.0, host_request_seconds=0.0)
-        estimate, took = 1e3 * cost.whole_step(requests, requests * k), float(measured["median_ms"])
+        estimate = 1e3 * cost.whole_step(requests, requests * k)
         row = {"requests": requests, "context": context, "k": k, "ms": took, "estimate_ms": round(estimate, 2)}
         yield {"benchmark": "modes/measured", "gpu": "a100", "model": model, **row, "ratio": round(estimate / took, 3)}
 

@@ -40,10 +40,9 @@ from rollout_spec.budget import Budget
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
 from rollout_spec.estimate.costs import SHAPES, Floats, measured_by_vllm
-from rollout_spec.estimate.phases import Adaptive, Policy, by_ranges, simulate, sum_up
+from rollout_spec.estimate.phases import Adaptive, Policy, k_by_requests, simulate, sum_up
 from rollout_spec.estimate.recorded import RecordedTarget, Rollout, add_rollout, by_problem
 from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
-from rollout_spec.integrations.vllm.step_sizes import CHEAP_TOKENS, CHEAP_TOKENS_A100, affordable_ranges
 from rollout_spec.loop import Decoder
 from rollout_spec.types import Drafts
 
@@ -152,9 +151,10 @@ def policy_of(name: str, model: str, gpu: str) -> Policy:
         return Budget()
     if name in ("adaptive", "oracle"):
         return (Oracle if name == "oracle" else Adaptive)(measured_by_vllm(SHAPES[model], gpu))
-    cheap = CHEAP_TOKENS_A100 if gpu == "a100" else CHEAP_TOKENS
-    ranges = by_ranges([(1, 1, 0)] if name == "none" else affordable_ranges(K, cheap, SHAPES[model].used_experts))
-    return MeasuredSchedule([ranges(n) for n in range(BATCHES[-1] + 1)]) if name == "schedule" else ranges
+    if name == "none":
+        return lambda num_requests: 0
+    most = k_by_requests(gpu, K, SHAPES[model].used_experts)
+    return MeasuredSchedule([most(n) for n in range(BATCHES[-1] + 1)]) if name == "schedule" else most
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:

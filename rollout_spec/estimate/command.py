@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS
 from rollout_spec.drafters import build_drafter
 from rollout_spec.estimate.costs import (
+    UNIT_COST,
     EngineCost,
     Floats,
     MeasuredCost,
@@ -31,33 +32,32 @@ from rollout_spec.estimate.costs import (
     shape_of,
     step_cost,
 )
-from rollout_spec.estimate.phases import Adaptive, Policy, by_ranges, simulate
+from rollout_spec.estimate.phases import Adaptive, Phase, Policy, k_by_requests, simulate, sum_up
 from rollout_spec.estimate.recorded import Rollout, add_rollout, by_problem, read_rollouts
 from rollout_spec.imports import install
 from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
-from rollout_spec.integrations.vllm.step_sizes import CHEAP_TOKENS, CHEAP_TOKENS_A100, affordable_ranges
 
 Ints = NDArray[np.int64]
 WORTH_IT = 1.1
 """A phase that is less than so many times as fast is not worth an installation."""
-CUTTING = ("h100", "h200")
-"""GPUs on which vLLM cuts the device's drafts."""
-EQUAL = EngineCost(np.array([1.0, 2.0]), np.ones(2))
-"""Every step takes a second: for those who ask for tokens per step alone."""
+ADAPTIVE_GPUS = ("h100", "h200")
+"""On these vLLM's adaptive verification cuts the device's drafts."""
 
 
-class Phase(NamedTuple):
-    """A simulated rollout phase."""
+class Gain(NamedTuple):
+    """What drafts gained in a simulated phase."""
 
+    phase: Phase
+    """With drafts."""
     is_later: bool
     """Whether most of its prompts had been sampled before."""
+    num_tokens: int
+    """Those that took a step: all but the first of each rollout."""
     seconds: Floats
-    """float64 [prompts, 2]: what the rollouts of each prompt took without and with drafts, by shares of each step."""
+    """float64 [prompts, 2]: what the rollouts of each prompt took without and with drafts. A step's time is divided
+    equally among its requests, so the sums over prompts are the phase's times."""
     tail_seconds: float
-    """Of those without drafts, with fewer than half as many requests as at most."""
-    request_steps: int
-    tokens: int
-    verified: int
+    """Of the time without drafts, in steps with fewer than half as many requests as at most."""
 
 
 class Engine(NamedTuple):
@@ -74,7 +74,7 @@ def run(args: Namespace) -> int:
     try:
         rollouts = _read(args)
         context = float(np.mean([r.prompt_token_ids.size + r.token_ids.size / 2 for r in rollouts]))
-        engine_of(args, context, max(args.requests))
+        engine_of(args, context, max(args.requests))  # says what is wrong before anything is simulated
     except (ImportError, OSError, TypeError, ValueError) as error:
         print(f"rollout-spec estimate: {error}", file=sys.stderr)
         return 2
@@ -88,15 +88,15 @@ def run(args: Namespace) -> int:
     rows: list[dict[str, Any]] = []
     with Pool(min(len(args.requests), os.cpu_count() or 1)) as pool:
         runs = pool.imap(partial(_run_with, args, rollouts, context), args.requests)
-        for batch, phases in zip(args.requests, runs, strict=True):
+        for batch, gains in zip(args.requests, runs, strict=True):
             for is_later in (False, True):
-                some = [phase for phase in phases if phase.is_later == is_later]
+                some = [gain for gain in gains if gain.is_later == is_later]
                 if some:
-                    rows.append({"requests": batch, "epoch": "later" if is_later else "first", **sum_up(some)})
+                    rows.append({"requests": batch, "epoch": "later" if is_later else "first", **figures_of(some)})
                     print(_line(rows[-1], has_costs), flush=True)
     if has_costs:
         if args.step_times is None:
-            print("Step times are estimates. An A100's were 0.93 to 1.13 times as long as measured ones.")
+            print("Step times are estimates: for an A100 they are 0.93 to 1.13 times what was measured.")
         for batch in args.requests:
             print(f"{batch} requests: {verdict([row for row in rows if row['requests'] == batch])}.")
     if args.json is not None:
@@ -113,7 +113,7 @@ def engine_of(args: Namespace, context: float, batch: int) -> Engine:
         policy = _policy(args.gpu, k, batch, 1.0, lambda sizes: np.interp(sizes, requests, milliseconds / 1e3))
         return Engine(MeasuredCost(times, drafts=False), MeasuredCost(times, drafts=True), policy, k)
     if args.gpu is None:
-        return Engine(EQUAL, EQUAL, by_ranges([(1, batch, k)]), k)
+        return Engine(UNIT_COST, UNIT_COST, lambda num_requests: k, k)
     shape = shape_of(args.model or "")
     policy = _policy(args.gpu, k, batch, shape.used_experts, measured_by_vllm(shape, args.gpu))
     plain, ours = (step_cost(shape, args.gpu, drafts=drafts, context=context) for drafts in (False, True))
@@ -121,18 +121,17 @@ def engine_of(args: Namespace, context: float, batch: int) -> Engine:
 
 
 def _policy(gpu: str | None, k: int, batch: int, used_experts: float, seconds: Any) -> Policy:
-    if gpu in CUTTING:
+    if gpu in ADAPTIVE_GPUS:
         return Adaptive(seconds)
-    ranges = by_ranges(affordable_ranges(k, CHEAP_TOKENS_A100 if gpu == "a100" else CHEAP_TOKENS, used_experts))
-    return MeasuredSchedule([ranges(n) for n in range(batch + 1)])
+    return MeasuredSchedule([k_by_requests(gpu, k, used_experts)(n) for n in range(batch + 1)])
 
 
-def _run_with(args: Namespace, rollouts: Sequence[Rollout], context: float, batch: int) -> list[Phase]:
+def _run_with(args: Namespace, rollouts: Sequence[Rollout], context: float, batch: int) -> list[Gain]:
     return simulate_run(rollouts, engine_of(args, context, batch), batch)
 
 
-def simulate_run(rollouts: Sequence[Rollout], engine: Engine, batch: int) -> list[Phase]:
-    """The phases of a run, with at most `batch` requests at a time.
+def simulate_run(rollouts: Sequence[Rollout], engine: Engine, batch: int) -> list[Gain]:
+    """The gains in the phases of a run, with at most `batch` requests at a time.
 
     A phase is what one policy version has sampled. Rollouts of a single version are phases of twice as many as run at a
     time; later epochs are then simulated with the second half of each prompt's samples, of which the first half is
@@ -146,8 +145,8 @@ def simulate_run(rollouts: Sequence[Rollout], engine: Engine, batch: int) -> lis
     problems = by_problem(rollouts)
     halves = [(problem[: len(problem) // 2], problem[len(problem) // 2 :]) for problem in problems if len(problem) > 1]
     earlier = [rollout for half, _ in halves for rollout in half]
-    phases = _simulate([], _grouped(problems, batch), engine, batch)
-    return phases + (_simulate(earlier, _grouped([half for _, half in halves], batch), engine, batch) if halves else [])
+    gains = _simulate([], _grouped(problems, batch), engine, batch)
+    return gains + (_simulate(earlier, _grouped([half for _, half in halves], batch), engine, batch) if halves else [])
 
 
 def _grouped(problems: Sequence[Sequence[Rollout]], batch: int) -> list[list[Rollout]]:
@@ -160,7 +159,7 @@ def _grouped(problems: Sequence[Sequence[Rollout]], batch: int) -> list[list[Rol
     return phases
 
 
-def _simulate(earlier: Sequence[Rollout], phases: Sequence[list[Rollout]], engine: Engine, batch: int) -> list[Phase]:
+def _simulate(earlier: Sequence[Rollout], phases: Sequence[list[Rollout]], engine: Engine, batch: int) -> list[Gain]:
     # The host's drafter stands for the device's, which drafts much the same.
     drafter = build_drafter("history", max_draft_tokens=engine.k, min_survival=0.0)
     known, results = {rollout.problem_id for rollout in earlier}, []
@@ -183,13 +182,12 @@ def _simulate(earlier: Sequence[Rollout], phases: Sequence[list[Rollout]], engin
         for rollout, took in (entry for step in steps for entry in step.ended):
             of_prompt[rollout.problem_id][1] += took
         results.append(
-            Phase(
+            Gain(
+                sum_up(steps),
                 is_later=2 * len(problems & known) > len(problems),
+                num_tokens=int((ends - starts).sum()),
                 seconds=np.array(list(of_prompt.values())),
                 tail_seconds=float(seconds[2 * live < live.max()].sum()),
-                request_steps=sum(step.num_requests for step in steps),
-                tokens=steps[-1].tokens - sum(rollout.token_ids.size > 0 for rollout in phase),
-                verified=sum(step.num_draft_tokens for step in steps),
             )
         )
         known |= problems
@@ -219,18 +217,18 @@ def without_drafts(lengths: Sequence[int], batch: int) -> tuple[Ints, Ints, Ints
     return starts, ends, np.cumsum(changes)[:-1]
 
 
-def sum_up(phases: Sequence[Phase]) -> dict[str, Any]:
+def figures_of(gains: Sequence[Gain]) -> dict[str, Any]:
     """Tokens per step, and how many times as fast a phase is, with 5 % and 95 % of the same for resampled prompts."""
-    seconds = np.concatenate([phase.seconds for phase in phases])
+    seconds = np.concatenate([gain.seconds for gain in gains])
     chosen = np.random.default_rng(0).integers(len(seconds), size=(1000, len(seconds)))
     plain, ours = np.moveaxis(seconds[chosen].sum(1), 1, 0)
-    steps = sum(phase.request_steps for phase in phases)
+    steps = sum(gain.phase.request_steps for gain in gains)
     return {
-        "tokens_per_step": sum(phase.tokens for phase in phases) / steps,
-        "verified_per_step": sum(phase.verified for phase in phases) / steps,
+        "tokens_per_step": sum(gain.num_tokens for gain in gains) / steps,
+        "verified_per_step": sum(gain.phase.drafted for gain in gains) / steps,
         "speedup": seconds[:, 0].sum() / seconds[:, 1].sum(),
         "interval": np.percentile(plain / ours, [5, 95]).tolist(),
-        "tail": sum(phase.tail_seconds for phase in phases) / seconds[:, 0].sum(),
+        "tail": sum(gain.tail_seconds for gain in gains) / seconds[:, 0].sum(),
     }
 
 

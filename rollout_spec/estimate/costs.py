@@ -111,6 +111,10 @@ class EngineCost(NamedTuple):
         return max(seconds, self.host_seconds + self.host_request_seconds * num_requests)
 
 
+UNIT_COST = EngineCost(np.array([1.0, 2.0]), np.ones(2))
+"""Every step takes a second, for those who count steps alone."""
+
+
 class Shape(NamedTuple):
     """What of a model its time depends on."""
 
@@ -172,6 +176,11 @@ def shape_of(model: str) -> Shape:
     return Shape(parameters, layers, layers * 2 * kv_heads * head * 2, of_experts, used)
 
 
+def sampling_seconds(*, drafts: bool) -> Floats:
+    """Seconds of sampling after the model has run, by TOKENS; what features cost is added where there are drafts."""
+    return SAMPLE + SCAN_ROW * TOKENS + (FEATURES + FEATURES_ROW * TOKENS) * drafts
+
+
 def step_cost(shape: Shape, gpu: str, *, drafts: bool, context: float = CONTEXT) -> EngineCost:
     """A model's steps, estimated.
 
@@ -186,10 +195,9 @@ def step_cost(shape: Shape, gpu: str, *, drafts: bool, context: float = CONTEXT)
     device += shape.layers * KERNELS_PER_LAYER * KERNEL
     device = np.maximum.accumulate(device * np.interp(TOKENS, MEASURED_TOKENS, MEASURED_SHARE))
     launches = np.where(TOKENS > LARGEST_GRAPH, KERNELS_PER_LAYER * shape.layers * LAUNCH, 0.0)
-    sampling = SAMPLE + SCAN_ROW * TOKENS + (FEATURES + FEATURES_ROW * TOKENS) * drafts
     return EngineCost(
         TOKENS,
-        np.maximum(device, launches) + sampling,
+        np.maximum(device, launches) + sampling_seconds(drafts=drafts),
         draft_seconds=DRAFT_REQUEST * drafts,
         draft_call_seconds=DRAFT_CALL * drafts,
         request_seconds=context * shape.cache_bytes / bandwidth,
@@ -234,40 +242,59 @@ class MeasuredCost:
         return (DRAFT_CALL + DRAFT_REQUEST * num_requests) * self._drafts
 
 
+class StepTime(NamedTuple):
+    """The measured time of an engine's steps in which each request has K draft tokens."""
+
+    model: str
+    requests: int
+    context: int
+    k: int
+    milliseconds: float
+
+
+def step_time_rows(path: Path) -> list[StepTime]:
+    """The rows of a CSV with the columns model, requests, context, num_speculative_tokens and median_ms.
+
+    Raises:
+        ValueError: columns are missing, or numbers in them.
+        OSError: the file cannot be read.
+    """
+    try:
+        with path.open(newline="") as file:
+            return [
+                StepTime(
+                    model=row["model"],
+                    requests=int(row["requests"]),
+                    context=int(row["context"]),
+                    k=int(row["num_speculative_tokens"]),
+                    milliseconds=float(row["median_ms"]),
+                )
+                for row in csv.DictReader(file)
+            ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} has not the columns of step times, or no numbers in them: {error!r}") from error
+
+
 def read_step_times(path: Path, model: str | None, context: float) -> dict[int, dict[int, float]]:
-    """What `MeasuredCost` takes, from a CSV with model, requests, context, num_speculative_tokens and median_ms.
+    """What `MeasuredCost` takes, from the rows of `step_time_rows`.
 
     Args:
         model: Whose rows; None: there is only one.
         context: Of the contexts in the file the nearest one is taken.
 
     Raises:
-        ValueError: columns or rows are missing.
-        OSError: the file cannot be read.
+        ValueError, OSError: as `step_time_rows`, or rows are missing.
     """
-    try:
-        with path.open(newline="") as file:
-            rows = [
-                (
-                    row["model"],
-                    int(row["context"]),
-                    int(row["num_speculative_tokens"]),
-                    int(row["requests"]),
-                    float(row["median_ms"]),
-                )
-                for row in csv.DictReader(file)
-            ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} has not the columns of step times, or no numbers in them: {error!r}") from error
-    models = sorted({row[0] for row in rows})
-    rows = [row for row in rows if row[0] == model or model is None]
+    rows = step_time_rows(path)
+    models = sorted({row.model for row in rows})
+    rows = [row for row in rows if row.model == model or model is None]
     if not rows or (model is None and len(models) > 1):
         raise ValueError(f"{path} has step times of {', '.join(models) or 'no model'}: name one as --model")
-    nearest = min((row[1] for row in rows), key=lambda known: abs(known - context))
+    nearest = min((row.context for row in rows), key=lambda known: abs(known - context))
     found: dict[int, dict[int, float]] = {}
-    for _, known, k, requests, milliseconds in rows:
-        if known == nearest:
-            found.setdefault(k, {})[requests] = milliseconds
+    for row in rows:
+        if row.context == nearest:
+            found.setdefault(row.k, {})[row.requests] = row.milliseconds
     if 0 not in found or len(found) < 2:
         raise ValueError(f"{path} needs steps with num_speculative_tokens = 0 and with some, of a context of {nearest}")
     return found

@@ -17,6 +17,7 @@ from rollout_spec.drafters.base import Drafter
 from rollout_spec.estimate.costs import EngineCost, Floats, MeasuredCost
 from rollout_spec.estimate.recorded import RecordedTarget, Rollout
 from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
+from rollout_spec.integrations.vllm.step_sizes import CHEAP_TOKENS, CHEAP_TOKENS_A100, affordable_ranges
 from rollout_spec.loop import Decoder
 from rollout_spec.types import Drafts
 
@@ -78,6 +79,17 @@ def by_ranges(ranges: Sequence[tuple[int, int, int]]) -> Callable[[int], int]:
         return next((k for first, last, k in ranges if first <= num_requests <= last), 0)
 
     return k
+
+
+def k_by_requests(gpu: str | None, num_speculative_tokens: int, used_experts: float) -> Callable[[int], int]:
+    """The most tokens that engines draft for each of so many requests, where vLLM does not cut drafts.
+
+    Args:
+        gpu: A name in `costs.PEAKS`; None: not an A100.
+        used_experts: Share of its experts that a token of the model uses.
+    """
+    cheap = CHEAP_TOKENS_A100 if gpu == "a100" else CHEAP_TOKENS
+    return by_ranges(affordable_ranges(num_speculative_tokens, cheap, used_experts))
 
 
 class Step(NamedTuple):
@@ -158,6 +170,8 @@ class Phase(NamedTuple):
 
     seconds: float
     steps: int
+    request_steps: int
+    """The requests of each step, summed."""
     tokens: int
     drafted: int
     accepted: int
@@ -168,6 +182,7 @@ def sum_up(steps: Sequence[Step]) -> Phase:
     return Phase(
         seconds=sum(step.seconds for step in steps),
         steps=len(steps),
+        request_steps=sum(step.num_requests for step in steps),
         tokens=steps[-1].tokens,
         drafted=sum(step.num_draft_tokens for step in steps),
         accepted=sum(step.num_accepted for step in steps),

@@ -9,10 +9,9 @@ import pytest
 
 from rollout_spec.cli import main
 from rollout_spec.drafters import build_drafter
-from rollout_spec.estimate.command import EQUAL, Engine, simulate_run, verdict, without_drafts
-from rollout_spec.estimate.costs import SHAPES, MeasuredCost, read_step_times, shape_of, step_cost
-from rollout_spec.estimate.phases import by_ranges, simulate
-from rollout_spec.estimate.phases import sum_up as sum_of_steps
+from rollout_spec.estimate.command import Engine, simulate_run, verdict, without_drafts
+from rollout_spec.estimate.costs import SHAPES, UNIT_COST, MeasuredCost, read_step_times, shape_of, step_cost
+from rollout_spec.estimate.phases import simulate, sum_up
 from rollout_spec.estimate.recorded import RecordedTarget, Rollout, by_problem, read_rollouts
 from rollout_spec.history.folder import HistoryFolder, Origin
 from rollout_spec.history.logs import read
@@ -99,12 +98,12 @@ def test_a_run_is_decoded_step_by_step_and_its_later_epochs_are_told_apart(tmp_p
 
 def test_of_a_single_version_half_of_the_samples_is_an_earlier_epoch(tmp_path):
     rollouts = read_rollouts(a_log(tmp_path / "log.jsonl", steps=1, prompts=20))
-    engine = Engine(EQUAL, EQUAL, by_ranges([(1, 8, 8)]), 8)
-    phases = simulate_run(rollouts, engine, 8)
-    assert [phase.is_later for phase in phases] == [False] * 3 + [True] * 2, "of at least 32 rollouts and whole prompts"
-    assert sum(phase.tokens for phase in phases) == (80 + 40) * 59
+    engine = Engine(UNIT_COST, UNIT_COST, lambda num_requests: 8, 8)
+    gains = simulate_run(rollouts, engine, 8)
+    assert [gain.is_later for gain in gains] == [False] * 3 + [True] * 2, "of at least 32 rollouts and whole prompts"
+    assert sum(gain.num_tokens for gain in gains) == (80 + 40) * 59
     alone = [rollout._replace(problem_id=number) for number, rollout in enumerate(rollouts)]
-    assert not any(phase.is_later for phase in simulate_run(alone, engine, 8)), "there is no other sample of a prompt"
+    assert not any(gain.is_later for gain in simulate_run(alone, engine, 8)), "there is no other sample of a prompt"
 
 
 @pytest.mark.parametrize("batch", [1, 3, 64])
@@ -121,7 +120,7 @@ def test_phases_without_drafts_are_those_of_the_simulation(batch):
     assert (ends - starts).tolist() == [size - 1 for size in lengths]
     took = [seconds for step in steps for _, seconds in step.ended]
     assert len(took) == sum(size > 1 for size in lengths)
-    assert sum(took) == pytest.approx(sum_of_steps(steps).seconds)
+    assert sum(took) == pytest.approx(sum_up(steps).seconds)
 
 
 def test_what_it_says():
