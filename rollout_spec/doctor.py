@@ -31,7 +31,7 @@ from rollout_spec.types import VerifyMethod
 REPORT_NAME = "rollout_spec.json"  # what a trainer's callback calls the report in its output folder
 PACKAGES = (  # name, what needs it if it may be absent, what to do if it cannot be used
     ("numba", "", "reinstall rollout-spec"),
-    ("pyarrow", f"history_dir and replays need it: {install('history')}", f"reinstall it: {install('history')}"),
+    ("pyarrow", f"history_dir and estimates need it: {install('history')}", f"reinstall it: {install('history')}"),
     ("torch", "engines need it, and vLLM brings it", INSTALL_VLLM),
     ("transformers", "engines need it, and vLLM brings it", "pip uninstall torchvision torchaudio torchcodec"),
     ("vllm", f"engines need it: {INSTALL_VLLM}", INSTALL_VLLM),

@@ -195,7 +195,7 @@ def test_what_is_not_installed_is_no_fault_and_the_way_to_it_is_named(monkeypatc
     status, printed, _ = asked(capsys)
     assert status == 0
     for line in (
-        "absent   pyarrow; history_dir and replays need it: pip install 'rollout-spec[history]'",
+        "absent   pyarrow; history_dir and estimates need it: pip install 'rollout-spec[history]'",
         "absent   torch; ",
         "absent   vllm; engines need it: pip install 'rollout-spec[vllm]', on a CPU `make install-cpu`",
         "absent   trl; trainers need it: pip install 'rollout-spec[trl]'",

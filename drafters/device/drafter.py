@@ -56,6 +56,11 @@ NO_PROBLEM = -(2**64)
 """Requests without a problem get ids from here downwards, apart from hashes and from callers' ids."""
 
 
+def token_bytes(*, features: bool) -> int:
+    """Bytes that a token of a text takes, with or without what the target saw at it."""
+    return 4 + 8 * FEATURE_WORDS * features
+
+
 class EndedRequest(NamedTuple):
     """A request that has ended, and by what its last token is found: the engine samples past a request's end."""
 
@@ -131,7 +136,7 @@ class DeviceDrafter:
             and vote for all tokens that it thought likely there.
         max_resident_tokens: Bound on the ended rollouts' tokens in the pool. Each takes 36 bytes, 4 without `features`.
         max_live_tokens: What the pool has room for beside these. None: `max_requests` texts of `max_model_len`. Where
-            live requests have more, ended rollouts go first; then there are requests without drafts.
+            live requests need more, rollouts of problems without live requests make room; then some have no drafts.
         max_problem_tokens: Bound on one problem's tokens in the pool; its newest rollouts are kept.
         max_history_tokens: Bound on the tokens kept on the host. The oldest rollouts go first.
 
@@ -165,7 +170,8 @@ class DeviceDrafter:
         self.dropped_tokens = 0
         self.wants_features = checks.switch("features", features)
         self._device = device
-        self._largest_piece = max_model_len + 1  # one that is full says that tokens may be missing
+        # One more than the longest text: of a text that fills its piece the last tokens may be missing.
+        self._largest_piece = max_model_len + 1
         self._use_noise = use_noise
         self._max_resident_tokens, self._max_problem_tokens = max_resident_tokens, max_problem_tokens
         self._version = 0
@@ -275,7 +281,7 @@ class DeviceDrafter:
         if not is_short.any():
             return
         self._publish()
-        rows, left = [], []
+        rows, old_pieces = [], []
         for slot, length in zip(slots[is_short].tolist(), lengths[is_short].tolist(), strict=True):
             if slot not in self._live:
                 continue
@@ -287,11 +293,11 @@ class DeviceDrafter:
                 start = self._pool.allocate(size)
             if start is not None:
                 rows.append((slot, start, size))
-                left.append(piece)
+                old_pieces.append(piece)
                 self._pieces[slot] = start, size
         if rows:
             kernels.move(self._upload_array(np.array(rows, np.int64)), self._texts)
-        for piece in left:
+        for piece in old_pieces:
             self._pool.release(*piece)
 
     def preempt_request(self, slot: int) -> int:
@@ -611,8 +617,8 @@ class DeviceDrafter:
         texts = *self._texts.stored, self._texts.members, self._texts.index
         tensors = [*texts, *self._last_drafts, self._counts, self._by_source]
         tensors += [tensor for scratch in self._continued.values() for tensor in scratch]
-        per_token = 4 + (8 * FEATURE_WORDS if self.wants_features else 0)
-        return sum(t.numel() * t.element_size() for t in tensors) + per_token * self._archive.num_tokens
+        of_history = token_bytes(features=self.wants_features) * self._archive.num_tokens
+        return sum(t.numel() * t.element_size() for t in tensors) + of_history
 
     def check_integrity(self) -> None:
         """Check internal invariants; for tests. Raises AssertionError."""

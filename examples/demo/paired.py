@@ -55,22 +55,19 @@ class PairedGenerator(RolloutSpecGenerator):
         model.load_weights(self.model.named_parameters())
         self._stock.reset_prefix_cache()
         self.seeds.update(params.seed for params in sampling_params)
-        unseeded = [params.clone() for params in sampling_params]
-        for params in unseeded:
-            params.seed = None  # as TRL sends them; per-request seeds are slow in stock vLLM
-        unkept = [params.clone() for params in sampling_params]
-        for params in unkept:  # the same rollouts come again: a drafter on a GPU would learn them here
-            params.extra_args = without_history(params.extra_args)
+        params_of = {way: [params.clone() for params in sampling_params] for way in WAYS}
+        for stock, off in zip(params_of["stock"], params_of["off"], strict=True):
+            stock.seed = None  # as TRL sends them; per-request seeds are slow in stock vLLM
+            # The same rollouts come again with drafts, and a drafter on a GPU learns also while it is off.
+            off.extra_args = without_history(off.extra_args)
 
         outputs, seconds, stats = {}, {}, {}
         first = self._step % len(WAYS)
         for way in WAYS[first:] + WAYS[:first]:
             self.enabled = way == "on"
             before, started = self.stats(), time.perf_counter()
-            if way == "stock":
-                outputs[way] = self._stock.generate(prompts, unseeded, *args, **kwargs)
-            else:
-                outputs[way] = super().generate(prompts, unkept if way == "off" else sampling_params, *args, **kwargs)
+            generate = self._stock.generate if way == "stock" else super().generate
+            outputs[way] = generate(prompts, params_of[way], *args, **kwargs)
             seconds[way] = time.perf_counter() - started
             stats[way] = SpeculationStats.between(before, self.stats())
 

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
-from rollout_spec.features.format import FEATURE_WORDS
+from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest, token_bytes
 from rollout_spec.history.problems import Problems
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.adaptive import prepare_to_measure
@@ -29,8 +28,8 @@ from rollout_spec.integrations.vllm.session import Session
 from rollout_spec.stats import SpeculationStats
 
 MAX_LIVE_SHARE = 0.005
-"""Most of the device's memory that live requests' texts get: twice the tokens and more that the KV cache of a 7B model
-holds on an H100."""
+"""Most of the device's memory that live requests' texts get, with features: some 12 million tokens on an H100, whose KV
+cache holds little more than one million of a 7B model."""
 
 
 class _Live(NamedTuple):
@@ -74,7 +73,7 @@ class DeviceSpeculator(Session, BaseSpeculator):
         self.num_speculative_tokens = config.max_draft_tokens
         self.enable_adaptive_verification = compat.verifies_adaptively(speculative)
         share = sharing_from_first_rank(vllm_config)
-        max_live_tokens = int(MAX_LIVE_SHARE * device_bytes()) // (4 + 8 * FEATURE_WORDS)
+        max_live_tokens = int(MAX_LIVE_SHARE * device_bytes()) // token_bytes(features=True)
         self.drafter = DeviceDrafter(
             max_requests=vllm_config.scheduler_config.max_num_seqs,
             max_model_len=vllm_config.model_config.max_model_len,
