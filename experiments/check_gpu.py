@@ -183,9 +183,10 @@ def check_moving_history(device: torch.device) -> None:
     sizes = {n: torch.full((1,), n, dtype=torch.int32, device=device) for n in (prompt + 1, length - k)}
     slots, ones = torch.zeros(1, dtype=torch.int32, device=device), torch.ones(1, dtype=torch.int32, device=device)
     new = ones * (length - k - prompt - 1)
-    seeds, temperature = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device)
+    seeds, temperature = torch.zeros(2, dtype=torch.int64, device=device), torch.zeros(2, device=device)
     features = torch.zeros(length, FEATURE_WORDS, dtype=torch.int64, device=device)
-    history, total_len = torch.zeros_like(uploaded[0]), torch.zeros_like(ones)
+    history = torch.zeros(2, length, dtype=torch.int32, device=device)
+    total_len = torch.zeros(2, dtype=torch.int32, device=device)
     engine = history, total_len, seeds, temperature, features, slots
     drafter.warm_up(torch.int32, history, total_len, seeds, temperature)
     early, late = [], []
@@ -194,11 +195,11 @@ def check_moving_history(device: torch.device) -> None:
         drafter.start_request(0, texts[problem][:prompt], problem_id=problem)
         with no_waiting(device):
             keep_busy(device)
-            history.copy_(uploaded[problem])
-            total_len.copy_(sizes[prompt + 1])
+            history[:1].copy_(uploaded[problem])
+            total_len[:1].copy_(sizes[prompt + 1])
             drafter.reserve(np.zeros(1, int), np.full(1, prompt + 1))
             early.append((texts[problem], drafter.propose(slots, ones, *engine)))
-            total_len.copy_(sizes[length - k])
+            total_len[:1].copy_(sizes[length - k])
             drafter.reserve(np.zeros(1, int), np.full(1, length - k))
             late.append(drafter.propose(slots, new, *engine)[1])
             drafter.stop_requests([EndedRequest(0, length - k)])

@@ -27,7 +27,8 @@ The gate: every rollout is the recorded one.
 Reported by batch, phase and mode: seconds, also relative to `none`; the tail, seconds in which less than a quarter of
 the requests were left; p20/p50/p80 of the milliseconds between steps; tokens per second; tokens per request and step;
 microseconds of the host per request and step that our drafter took; the share of steps that were too large for a CUDA
-graph; and, by `budget`, the report with the measured cost of steps, for `rollout-spec doctor`.
+graph; the time of steps by their size, on a GPU as its stream takes it; and, by `budget`, the report with the measured
+cost of steps, for `rollout-spec doctor`.
 The states of a model with made-up weights say little, so features show what they cost here, not what they are worth.
 Each cell is run once: differences of some percent mean nothing. An engine that fails or runs out of time leaves the
 rows of the phases that it has finished.
@@ -40,6 +41,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +85,8 @@ PHASES = ("first", "history")
 ABOVE_ALL = 1e4
 """Of a raised logit: other logits and the noise stay below 100."""
 LEFT_IN_TAIL = 0.25
+ENOUGH_STEPS = 5
+"""For a median."""
 WARM_UP_TOKENS = 8
 SCRIPT = "recorded_rollout"
 """Key of `SamplingParams.extra_args` under which a request says which rollout it is."""
@@ -206,6 +211,27 @@ def prompt_of(rollout: Rollout) -> np.ndarray:
     return rollout.prompt_token_ids if rollout.prompt_token_ids.size else np.zeros(1, np.int32)
 
 
+def marks() -> Callable[[], Any]:
+    """What marks the present moment: an event in the device's stream, or the host's time without a GPU."""
+    if not torch.cuda.is_available():
+        return time.perf_counter
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    return mark
+
+
+def milliseconds_between(marked: Sequence[Any]) -> np.ndarray:
+    """Of each pair of neighbours, float64."""
+    if not marked or isinstance(marked[0], float):
+        return np.diff(np.array(marked, dtype=float)) * 1e3
+    torch.cuda.synchronize()
+    return np.array([first.elapsed_time(second) for first, second in pairwise(marked)])
+
+
 class Watch:
     """What an engine's steps are: called before each one."""
 
@@ -214,6 +240,8 @@ class Watch:
         self.unfinished: list[int] = []
         self.requests: list[int] = []
         self.tokens: list[int] = []
+        self.begun: list[Any] = []
+        mark = marks()
         engine = llm.llm_engine
         step, execute_model = engine.step, runner.execute_model
 
@@ -226,6 +254,7 @@ class Watch:
             if scheduler_output.total_num_scheduled_tokens:
                 self.requests.append(len(scheduler_output.num_scheduled_tokens))
                 self.tokens.append(scheduler_output.total_num_scheduled_tokens)
+                self.begun.append(mark())
             return execute_model(scheduler_output, *args, **kwargs)
 
         engine.step, runner.execute_model = watched_step, watched_execute_model
@@ -234,7 +263,7 @@ class Watch:
 
     def clear(self) -> None:
         """Begin a phase."""
-        for values in (self.times, self.unfinished, self.requests, self.tokens):
+        for values in (self.times, self.unfinished, self.requests, self.tokens, self.begun):
             values.clear()
 
     def summary(self, num_tokens: int, ended: float) -> dict[str, Any]:
@@ -250,7 +279,21 @@ class Watch:
             "tokens_per_step": round(num_tokens / sum(self.requests), 3),
             "verified_per_step": round(sum(self.tokens) / sum(self.requests), 3),
             "steps_without_graph": round(float(np.mean(np.array(self.tokens) > self._largest_graph)), 3),
+            "by_size": self._by_size(),
         }
+
+    def _by_size(self) -> list[tuple[int, int, int, float]]:
+        """(requests, tokens, steps, their median in ms) of every size of a step that occurred often enough."""
+        times: dict[tuple[int, int], list[float]] = {}
+        for size, ms in zip(
+            zip(self.requests, self.tokens, strict=True), milliseconds_between(self.begun), strict=False
+        ):
+            times.setdefault(size, []).append(ms)
+        return [
+            (*size, len(ms), round(float(np.median(ms)), 3))
+            for size, ms in sorted(times.items())
+            if len(ms) >= ENOUGH_STEPS
+        ]
 
 
 def end_token(rollouts: list[Rollout]) -> int:

@@ -131,7 +131,11 @@ def made_up_arguments(args: argparse.Namespace, cpu_blocks: int) -> dict[str, An
     """Arguments of `build_engine` for a model of `write_model`. `args` are those of `add_arguments`."""
     import torch
 
-    memory = {"gpu_memory_utilization": 0.8} if torch.cuda.is_available() else {"num_gpu_blocks_override": cpu_blocks}
+    memory: dict[str, Any] = {"num_gpu_blocks_override": cpu_blocks}
+    if torch.cuda.is_available():
+        memory = {"gpu_memory_utilization": 0.8}
+        if args.kv_gib is not None:  # nothing is measured then, so other engines may start and end meanwhile
+            memory = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": int(args.kv_gib * 2**30)}
     return {
         "load_format": "dummy", "skip_tokenizer_init": True, "dtype": args.dtype, "enforce_eager": args.eager,
         "logprobs_mode": "processed_logprobs", "seed": 0, **memory,
@@ -155,6 +159,7 @@ def add_arguments(parser: argparse.ArgumentParser, modes: Sequence[str]) -> None
     parser.add_argument("-k", type=int, default=8)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--kv-gib", type=float, help="GiB of the KV cache, if not what is left of 0.8 of the GPU")
     parser.add_argument("--seconds", type=float, default=570, help="start no mode that could not end by then")
     parser.add_argument("--logs", type=Path, help="keep all that the engines print in this folder")
     parser.add_argument("--only", choices=modes, help=argparse.SUPPRESS)
