@@ -19,14 +19,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from experiments.rows import append, make_parser, origin
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
 from rollout_spec.drafters.model.choice_device import DeviceChoice
-from rollout_spec.features.format import FEATURE_WORDS, SIGNATURE_BITS, unpack
+from rollout_spec.features.format import FEATURE_WORDS, SIGNATURE_BITS, TOP_TOKENS, pack, unpack
+from rollout_spec.features.torch import pack_signatures
 from rollout_spec.integrations.vllm.device_io import HostCopy
-from rollout_spec.types import SamplingBatch
-from rollout_spec.verify import cpu, kernel
+from rollout_spec.types import GREEDY_TEMPERATURE, SamplingBatch
+from rollout_spec.verify import kernel
 from rollout_spec.verify.api import draw, verify_rows
 from rollout_spec.verify.layout import Layout, lay_out
 from rollout_spec.verify.self_check import Batch, fault_of, random_batch
@@ -98,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def check_features(batch: Batch, options: dict[str, Any]) -> int:
-    """Compare the features of emitted tokens with a CPU's. Returns their number."""
+    """Compare the features of emitted tokens with those that a CPU makes of all logits. Returns their number."""
     logits, drafts, cu, rows = batch
     hidden = torch.randn(logits.shape[0], 64, device=logits.device)
     layout = kernel.lay_out(cu, drafts, rows)
@@ -106,13 +108,20 @@ def check_features(batch: Batch, options: dict[str, Any]) -> int:
         result = kernel.verify_rows(logits, layout, **options)
     features = kernel.verify_rows(logits, layout, hidden=hidden, **options).features
     is_emitted = (result.target_token_ids >= 0).cpu()
-    each = Layout.without_drafts(layout.temperature.cpu(), layout.seed.cpu(), layout.position.cpu())
-    expected = cpu.verify_rows(logits.cpu(), each, hidden=hidden.cpu(), max_draft_tokens=0).features
-    ours, theirs = (unpack(found[is_emitted].numpy()) for found in (features.cpu(), expected))
+    raw, temperature = logits.cpu()[is_emitted].double(), layout.temperature.cpu()[is_emitted].double()
+    raw = pad(raw, (0, max(TOP_TOKENS - raw.shape[1], 0)), value=float("-inf"))
+    scaled = raw / torch.where(temperature < GREEDY_TEMPERATURE, 1.0, temperature)[:, None]
+    best = raw.sort(descending=True, stable=True).indices[:, :TOP_TOKENS]  # of equally probable tokens the least
+    logprobs = scaled.log_softmax(-1).gather(1, best).numpy()
+    signatures = pack_signatures(hidden.cpu()[is_emitted]).numpy().view(np.uint64)
+    theirs = unpack(pack(signatures, best.int().numpy(), np.maximum(logprobs, -99.0)))
+    ours = unpack(features[is_emitted].cpu().numpy())
+    is_token = np.isfinite(logprobs)
     num_bits = sum(int(word).bit_count() for word in (ours[0] ^ theirs[0]).ravel())
     assert num_bits <= 0.01 * SIGNATURE_BITS * len(ours[0]) + 8, f"{num_bits} bits of {len(ours[0])} signatures differ"
-    assert (ours[1] == theirs[1]).all(), "the most probable tokens differ"
-    assert (np.abs(ours[2].astype(int) - theirs[2].astype(int)) <= 1).all(), "log-probabilities of features differ"
+    assert (ours[1] == theirs[1])[is_token].all(), "the most probable tokens differ"
+    assert (np.abs(ours[2].astype(int) - theirs[2]) <= 1)[is_token].all(), "log-probabilities of features differ"
+    assert not ours[2][~is_token].any(), "tokens that cannot be sampled are among the most probable"
     return len(ours[0])
 
 

@@ -24,13 +24,17 @@ For each batch size there are two phases: the first meets the problems for the f
 weights, has that history and samples other rollouts of the same problems. A queue is a batch larger than `--max-seqs`.
 The gate: every rollout is the recorded one.
 
+With `--together` the engines of all modes are there at once and take turns: each phase is run by one after the other,
+and by the first mode once more, whose time is the mean of both. Otherwise one engine runs after the other, and a
+machine with other work is slower for some of them.
+
 Reported by batch, phase and mode: seconds, also relative to `none`; the tail, seconds in which less than a quarter of
 the requests were left; p20/p50/p80 of the milliseconds between steps; tokens per second; tokens per request and step;
 microseconds of the host per request and step that our drafter took; the share of steps that were too large for a CUDA
 graph; the time of steps by their size, on a GPU as its stream takes it; and, by `budget`, the report with the measured
 cost of steps, for `rollout-spec doctor`.
 The states of a model with made-up weights say little, so features show what they cost here, not what they are worth.
-Each cell is run once: differences of some percent mean nothing. An engine that fails or runs out of time leaves the
+Other cells are run once: differences of some percent mean nothing. An engine that fails or runs out of time leaves the
 rows of the phases that it has finished.
 """
 
@@ -41,7 +45,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -224,6 +229,43 @@ def marks() -> Callable[[], Any]:
     return mark
 
 
+class Turns:
+    """Processes with an engine each take turns. Files in a folder say which turns are over, and whose process is.
+
+    Args:
+        folder: Of all processes.
+        modes: Of their engines. The first one has a turn before and after the others.
+        cells: What all of them run, one after the other.
+    """
+
+    def __init__(self, folder: Path, modes: Sequence[str], cells: Sequence[Any]) -> None:
+        self._folder = folder
+        ready = [(mode, "ready", 0) for mode in modes]
+        self._order = ready + [
+            (mode, cell, number) for cell in cells for number, mode in enumerate([*modes, *modes[:1]])
+        ]
+
+    def of(self, mode: str, cell: Any) -> Iterator[int]:
+        """Numbers of the mode's turns at a cell, each when it has begun; asking for the next one ends it."""
+        for turn, (whose, what, number) in enumerate(self._order):
+            if (whose, what) == (mode, cell):
+                while what != "ready" and not all(map(self._is_over, range(turn))):
+                    time.sleep(0.01)
+                yield number
+                self._file(turn).touch()
+
+    def _file(self, turn: int) -> Path:
+        return self._folder / str(turn)
+
+    def _is_over(self, turn: int) -> bool:
+        return self._file(turn).exists() or self.gone(self._folder, self._order[turn][0]).exists()
+
+    @staticmethod
+    def gone(folder: Path, mode: str) -> Path:
+        """The file that says that a mode's process has ended."""
+        return folder / f"{mode}.gone"
+
+
 def milliseconds_between(marked: Sequence[Any]) -> np.ndarray:
     """Of each pair of neighbours, float64."""
     if not marked or isinstance(marked[0], float):
@@ -358,39 +400,56 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> None:
     for batch, made in warm_ups.items():  # each size: kernels are compiled for kinds of sizes
         generate(made, [10**9 + batch] * batch, first_script)
         first_script += batch
+    turns = Turns(args.turns, args.modes, list(phases)) if args.turns else None
+    if turns is not None:
+        list(turns.of(mode, "ready"))
     results = []
+    last_batch = batches[0]
     for (batch, name), phase, first_script in zip(phases, phases.values(), first_scripts[:-1], strict=True):
-        if mode in SEEDED:  # new weights
-            command(llm, "begin_policy_version", 1)
-        before = command(llm, "stats") if mode in SEEDED else None
-        watch.clear()
-        outputs = generate(phase.rollouts, phase.problems, first_script)
-        ended = time.perf_counter()
-        said = [list(output.outputs[0].token_ids) for output in outputs]
-        for i, (tokens, rollout) in enumerate(zip(said, phase.rollouts, strict=True)):
-            if tokens != rollout.token_ids.tolist():
-                raise SystemExit(f"gate: {mode}: request {i} of {batch} is not the recorded rollout")
-        num_tokens = sum(map(len, said))
-        result = {
-            "mode": mode, "batch": batch, "phase": name, "k": args.k, "max_seqs": args.max_seqs, "noise": has_noise,
-            "runner": type(runner).__module__, "tokens": num_tokens,
-            "async_scheduling": engine.vllm_config.scheduler_config.async_scheduling,
-            **watch.summary(num_tokens, ended),
-        }  # fmt: skip
-        if before is not None:
-            after = command(llm, "stats")
-            steps = max(after["request_steps"] - before["request_steps"], 1)
-            drafting = after["draft_seconds"] - before["draft_seconds"]
-            result["host_us"] = round(drafting / steps * 1e6, 1) if not mode.startswith("device") else None
-            result["acceptance_rate"] = round(
-                (after["accepted_tokens"] - before["accepted_tokens"])
-                / max(after["draft_tokens"] - before["draft_tokens"], 1),
-                3,
-            )
-        results.append(result)
-        if mode == "budget" and len(results) == len(phases):
-            result["report"] = command(llm, "report")
-        write_result(args.result, results)
+        if batch != last_batch:
+            forget_other_problems(runner)
+        last_batch = batch
+        for _ in turns.of(mode, (batch, name)) if turns is not None else (0,):
+            if mode in SEEDED:  # new weights
+                command(llm, "begin_policy_version", 1)
+            before = command(llm, "stats") if mode in SEEDED else None
+            watch.clear()
+            outputs = generate(phase.rollouts, phase.problems, first_script)
+            ended = time.perf_counter()
+            said = [list(output.outputs[0].token_ids) for output in outputs]
+            for i, (tokens, rollout) in enumerate(zip(said, phase.rollouts, strict=True)):
+                if tokens != rollout.token_ids.tolist():
+                    raise SystemExit(f"gate: {mode}: request {i} of {batch} is not the recorded rollout")
+            num_tokens = sum(map(len, said))
+            result = {
+                "mode": mode, "batch": batch, "phase": name, "k": args.k, "max_seqs": args.max_seqs,
+                "noise": has_noise, "runner": type(runner).__module__, "tokens": num_tokens,
+                "async_scheduling": engine.vllm_config.scheduler_config.async_scheduling,
+                **watch.summary(num_tokens, ended),
+            }  # fmt: skip
+            if before is not None:
+                result |= of_drafts(before, command(llm, "stats"), on_host=not mode.startswith("device"))
+            results.append(result)
+            if mode == "budget" and len(results) == len(phases):
+                result["report"] = command(llm, "report")
+            write_result(args.result, results)
+
+
+def forget_other_problems(runner: Any) -> None:
+    """Other batch sizes have the same texts, as other problems, in which the device drafter would find them."""
+    texts = getattr(getattr(getattr(runner, "speculator", None), "drafter", None), "_texts", None)
+    if texts is not None:
+        texts.index.zero_()
+
+
+def of_drafts(before: dict[str, Any], after: dict[str, Any], *, on_host: bool) -> dict[str, Any]:
+    """What statistics say of a phase's drafts."""
+    during = {name: after[name] - before[name] for name in ("request_steps", "accepted_tokens", "draft_tokens")}
+    drafting = after["draft_seconds"] - before["draft_seconds"]
+    return {
+        "host_us": round(drafting / max(during["request_steps"], 1) * 1e6, 1) if on_host else None,
+        "acceptance_rate": round(during["accepted_tokens"] / max(during["draft_tokens"], 1), 3),
+    }
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -416,6 +475,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-seqs", type=int, help="default: the largest batch, at most 256")
     add_arguments(parser, MODES)
     parser.set_defaults(modes=list(DEFAULT_MODES))
+    parser.add_argument("--together", action="store_true", help="all engines at once, their phases in turns")
+    parser.add_argument("--turns", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.only:
         run_mode(args, args.only, args.batch)
@@ -426,27 +487,31 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit("no batch size is left")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     about = {"benchmark": "phase", "shape": args.shape, "rollouts": Path(args.rollouts).name, **origin(device)}
-    baseline: dict[tuple[int, str], float] = {}
-    rows: list[dict[str, Any]] = []
     runs = Runs("experiments.engines.bench_phase", argv, args.logs, args.seconds)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(args.modes)) as pool:
         write_model(args.shape, Path(folder))  # one folder: modes with steps of the same sizes share a compiled model
-        for mode in args.modes:
-            # A drafter that remembers other problems' rollouts would know those of other batch sizes.
-            is_apart = mode.removesuffix(WORDS) in ("suffix", "all", "budget")
+
+        def run(mode: str) -> list[dict[str, Any]]:
+            print(f"phase_{args.shape}_{mode}", flush=True)
+            # A drafter on the host that remembers other problems would know the rollouts of other batch sizes.
+            is_apart = mode.removesuffix(WORDS) in ("suffix", "all", "budget") and not args.together
+            found = []
             for batches in [[batch] for batch in sizes] if is_apart else [sizes]:
-                name = f"phase_{args.shape}_{mode}" + (f"_{batches[0]}" if len(batches) < len(sizes) else "")
-                print(name, flush=True)
                 again = ["--only", mode, "--model", folder, "--batch", *map(str, batches)]
                 again += ["--max-seqs", str(args.max_seqs or min(max(sizes), 256))]
-                for row in runs.run(name, *again) or []:
-                    cell = row["batch"], row["phase"]
-                    if mode == "none":
-                        baseline[cell] = row["seconds"]
-                    if cell in baseline:
-                        row["times_as_fast"] = round(baseline[cell] / row["seconds"], 3)
-                    append(args.out, {**about, **row})
-                    rows.append(row)
+                again += ["--turns", folder] if args.together else []
+                name = f"phase_{args.shape}_{mode}" + (f"_{batches[0]}" if len(batches) < len(sizes) else "")
+                found += runs.run(name, *again) or []
+            Turns.gone(Path(folder), mode).touch()
+            return found
+
+        rows = [row for found in (pool.map if args.together else map)(run, args.modes) for row in found]
+    for row in rows:
+        cell = row["batch"], row["phase"]
+        baseline = [r["seconds"] for r in rows if (r["batch"], r["phase"], r["mode"]) == (*cell, "none")]
+        if baseline:
+            row["times_as_fast"] = round(float(np.mean(baseline)) / row["seconds"], 3)
+        append(args.out, {**about, **row})
     print(HEADER)
     for row in sorted(rows, key=lambda row: (row["batch"], row["phase"], args.modes.index(row["mode"]))):
         print(describe(row))
