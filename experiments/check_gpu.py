@@ -107,14 +107,14 @@ def check_features(batch: Batch, options: dict[str, Any]) -> int:
     with no_waiting(logits.device):  # kernels were compiled by the check of tokens, all but that of features
         result = kernel.verify_rows(logits, layout, **options)
     features = kernel.verify_rows(logits, layout, hidden=hidden, **options).features
-    is_emitted = (result.target_token_ids >= 0).cpu()
-    raw, temperature = logits.cpu()[is_emitted].double(), layout.temperature.cpu()[is_emitted].double()
+    is_emitted = result.target_token_ids >= 0
+    raw, temperature = logits[is_emitted].double(), layout.temperature[is_emitted].double()
     raw = pad(raw, (0, max(TOP_TOKENS - raw.shape[1], 0)), value=float("-inf"))
     scaled = raw / torch.where(temperature < GREEDY_TEMPERATURE, 1.0, temperature)[:, None]
     best = raw.sort(descending=True, stable=True).indices[:, :TOP_TOKENS]  # of equally probable tokens the least
-    logprobs = scaled.log_softmax(-1).gather(1, best).numpy()
-    signatures = pack_signatures(hidden.cpu()[is_emitted]).numpy().view(np.uint64)
-    theirs = unpack(pack(signatures, best.int().numpy(), np.maximum(logprobs, -99.0)))
+    logprobs = scaled.log_softmax(-1).gather(1, best).cpu().numpy()
+    signatures = pack_signatures(hidden[is_emitted].cpu()).numpy().view(np.uint64)
+    theirs = unpack(pack(signatures, best.int().cpu().numpy(), np.maximum(logprobs, -99.0)))
     ours = unpack(features[is_emitted].cpu().numpy())
     is_token = np.isfinite(logprobs)
     num_bits = sum(int(word).bit_count() for word in (ours[0] ^ theirs[0]).ravel())

@@ -6,8 +6,9 @@
 # Each is a list of stages, which can be named instead, with modes and batch sizes (those of bench_phase.py):
 #   check device verify                      correctness; the device drafter, device-words without features; the verifier
 #   doctor                                   what `rollout-spec doctor --device` says
+#   trl                                      GRPO, with rollouts compared; POLICY may have its policy
 #   start-1.5b                               engines with 1 and 64 requests, and each line that waits for the device
-#   phase-1.5b:none,device:64                whole rollout phases, also phase-7b
+#   phase-1.5b:none,device:64                whole rollout phases, also phase-7b; all engines are there at once
 #   model-1.5b                               an EAGLE head in vLLM's way, and beside history
 # Environment variables:
 #   LIMIT      seconds for all stages, 560 unless set: they leave room in a machine's ten minutes to unpack vLLM. Each
@@ -33,8 +34,12 @@ export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0}
 stages=()
 for stage in "$@"; do
     case $stage in
-        first) stages+=(check doctor "start-$shape" device device-words verify) ;;
-        second) stages+=("phase-$shape:none,device,budget,device-words,budget-words") ;;
+        first) stages+=(check doctor trl "start-$shape" device device-words verify) ;;
+        second)
+            big=7b
+            [[ $shape == tiny ]] && big=tiny
+            stages+=("phase-$big:none,device" "phase-$shape:none,device,budget:64")
+            ;;
         *) stages+=("$stage") ;;
     esac
 done
@@ -44,10 +49,12 @@ share_of() {
     case ${1%%[-:]*} in
         check) echo 130 ;;
         doctor) echo 60 ;;
+        trl) echo 100 ;;
         device) echo 50 ;;
         verify) echo 80 ;;
         start) echo 240 ;;
-        phase | model) echo 500 ;;
+        phase) [[ $1 == phase-7b* ]] && echo 360 || echo 180 ;;
+        model) echo 500 ;;
     esac
 }
 
@@ -56,6 +63,7 @@ small() {
     [[ $shape == tiny ]] || return
     case ${1%%-*} in
         check) echo --device cpu --trials 9 --vocab 40 ;;
+        trl) echo --steps 2 ;;
         device) echo --device cpu --batch 2 --resident 3000 --length 24 --repeats 1 ;;
         verify) echo --cells 2 --repeats 1 ;;
         start | phase | model) echo --dtype float32 --eager --batch 2 ;;
@@ -65,7 +73,7 @@ small() {
 left=0
 for stage in "${stages[@]}"; do
     case $stage in
-        check | doctor | device | device-words | verify | start-?* | phase-?* | model-?*) ;;
+        check | doctor | trl | device | device-words | verify | start-?* | phase-?* | model-?*) ;;
         *)
             echo "unknown stage $stage" >&2
             exit 2
@@ -116,12 +124,13 @@ for stage in "${stages[@]}"; do
         failed=1
         continue
     fi
-    phases=(-m experiments.engines.bench_phase --logs "$logs/$name" --seconds $((seconds - 5)))
+    phases=(-m experiments.engines.bench_phase --logs "$logs/$name" --until $(($(date +%s) + seconds - 5)))
     phases+=(${ROLLOUTS:+--rollouts "$ROLLOUTS"})
     watch=()
     case $kind in
         check) command=(-m experiments.check_gpu) ;;
         doctor) command=(-m rollout_spec.cli doctor --device) ;;
+        trl) command=(-m experiments.engines.bench_trl ${POLICY:+--policy "$POLICY"}) ;;
         device) command=(-m experiments.costs.bench_device) ;;
         device-words) command=(-m experiments.costs.bench_device --no-features) ;;
         verify) command=(-m experiments.costs.bench_verify) ;;
@@ -134,7 +143,8 @@ for stage in "${stages[@]}"; do
             ;;
         phase-*)
             command=("${phases[@]}" --shape "${kind#*-}")
-            batches=${batches:-64,256}
+            command+=(--together --kv-gib 14)
+            batches=${batches:-64,16,256}
             ;;
         model-*)
             command=("${phases[@]}" --shape "${kind#*-}")

@@ -33,12 +33,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """Make an untrained policy, float32 on the CPU, whose weights depend on `seed` alone."""
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, heads: int = 4) -> LlamaForCausalLM:
+    """Make an untrained policy, float32 on the CPU, whose weights depend on `seed` and its attention heads alone."""
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256,
         num_hidden_layers=2,  # the fewest that can copy: one finds the earlier place, one reads what followed it
-        num_attention_heads=4, num_key_value_heads=4, head_dim=32,  # vLLM's attention on CPUs takes no smaller heads
+        # vLLM's attention takes no heads of fewer than 32 numbers on CPUs, of 64 on GPUs.
+        num_attention_heads=heads, num_key_value_heads=heads, head_dim=128 // heads,
         max_position_embeddings=MAX_POSITION_EMBEDDINGS, tie_word_embeddings=False, dtype="float32",
         pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
@@ -47,13 +48,13 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
         return LlamaForCausalLM(config)
 
 
-def warm_start(out_dir: Path, *, seed: int = 0, steps: int = 600, batch_size: int = 32) -> None:
+def warm_start(out_dir: Path, *, seed: int = 0, steps: int = 600, batch_size: int = 32, heads: int = 4) -> None:
     """Teach a fresh policy the form of the search, so that GRPO starts from a non-zero reward. Prints how far it is.
 
     The same arguments give the same weights on the same machine. `out_dir` appears when it is complete.
     """
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed).train()
+    model = build_model(tokenizer, seed, heads).train()
     decayed = [weight for weight in model.parameters() if weight.dim() > 1]
     gains = [weight for weight in model.parameters() if weight.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": 0.05}, {"params": gains, "weight_decay": 0.0}]

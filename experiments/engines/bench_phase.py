@@ -487,7 +487,7 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit("no batch size is left")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     about = {"benchmark": "phase", "shape": args.shape, "rollouts": Path(args.rollouts).name, **origin(device)}
-    runs = Runs("experiments.engines.bench_phase", argv, args.logs, args.seconds)
+    runs = Runs("experiments.engines.bench_phase", argv, args.logs, args.until)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(args.modes)) as pool:
         write_model(args.shape, Path(folder))  # one folder: modes with steps of the same sizes share a compiled model
 

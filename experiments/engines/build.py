@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ def add_arguments(parser: argparse.ArgumentParser, modes: Sequence[str]) -> None
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--kv-gib", type=float, help="GiB of the KV cache, if not what is left of 0.8 of the GPU")
-    parser.add_argument("--seconds", type=float, default=570, help="start no mode that could not end by then")
+    parser.add_argument("--until", type=float, default=inf, help="by this time, as `date +%%s` says it, stop")
     parser.add_argument("--logs", type=Path, help="keep all that the engines print in this folder")
     parser.add_argument("--only", choices=modes, help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
@@ -177,13 +178,13 @@ class Runs:
         module: The script's name, e.g. `experiments.engines.bench_phase`.
         argv: Its arguments, to which each run adds some.
         logs: Folder for all that the processes print; None: it is lost.
-        seconds: From now on.
+        until: Seconds since the epoch.
     """
 
-    def __init__(self, module: str, argv: Sequence[str], logs: Path | None, seconds: float = float("inf")) -> None:
+    def __init__(self, module: str, argv: Sequence[str], logs: Path | None, until: float = inf) -> None:
         self._command = [sys.executable, "-m", module, *argv]
         self._logs = logs
-        self._ends = time.perf_counter() + seconds
+        self._until = until
         self._longest = 0.0
         self.failed: list[str] = []
         self.not_run: list[str] = []
@@ -196,14 +197,14 @@ class Runs:
             arguments: More of the script's.
             environment: More variables.
         """
-        began = time.perf_counter()
-        left = self._ends - began
+        began = time.time()
+        left = self._until - began
         if left <= self._longest:
             print(f"{name}: not run, only {max(left, 0):.0f} s are left", flush=True)
             self.not_run.append(name)
             return None
         result, ended_well = self._start(name, arguments, environment or {}, left)
-        self._longest = max(self._longest, time.perf_counter() - began)
+        self._longest = max(self._longest, time.time() - began)
         if not ended_well:
             self.failed.append(name)
         return result
@@ -222,7 +223,7 @@ class Runs:
                 try:
                     code: int | str = subprocess.run(
                         command, env=variables, stdout=file, stderr=subprocess.STDOUT, check=False,
-                        timeout=None if left == float("inf") else left,
+                        timeout=None if left == inf else left,
                     ).returncode  # fmt: skip
                 except subprocess.TimeoutExpired:
                     code = f"no answer after {left:.0f} s"

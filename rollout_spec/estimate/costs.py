@@ -31,10 +31,15 @@ power are added. At equal times that is 1.19 times as long as either. An estimat
 TOKENS = np.unique(np.append(2.0 ** np.arange(0, 14.25, 0.25), 2049.0).round())
 """Points of the curves: four per doubling, and the first size beyond the largest graph."""
 MEASURED_TOKENS = 1, 16, 24, 32, 48, 64, 96, 128, 192, 256, 288, 384, 512, 768, 1024
-MEASURED_SHARE = 0.98, 1.0, 1.05, 1.08, 1.17, 1.19, 1.24, 1.15, 1.17, 0.97, 1.16, 0.95, 0.92, 0.86, 0.85
-"""By a step's tokens, what was measured over the formula: means of steps that verify drafts, of Qwen2.5-7B, 14B and
-Llama-3.1-8B with contexts of 256 to 1,024, vLLM 0.11.2 on an A100 (arXiv:2606.18967, `sd_toggle/configs` of
-github.com/furiosa-ai/EfficientRollout at 0ff0bc5). No other GPU's are known, so all get them."""
+LARGE_STEPS = 0.97, 1.16, 0.95, 0.92, 0.86, 0.85
+MEASURED_SHARE = {
+    "a100": (0.98, 1.0, 1.05, 1.08, 1.17, 1.19, 1.24, 1.15, 1.17, *LARGE_STEPS),
+    "h100": (1.03, 1.04, 1.03, 1.04, 1.06, 1.09, 1.12, 1.13, 1.20, *LARGE_STEPS),
+}
+"""By a step's tokens, what was measured over the formula. A100: means of steps that verify drafts, of Qwen2.5-7B, 14B and
+Llama-3.1-8B with contexts of 256 to 1,024, vLLM 0.11.2 (arXiv:2606.18967, `sd_toggle/configs` of
+github.com/furiosa-ai/EfficientRollout at 0ff0bc5). H100: of a 7B model to 192 tokens, vLLM 0.26 (`by_size` in
+experiments/results/bench_phase.jsonl, medians of quiet steps); larger steps were measured on the A100 alone."""
 VERIFYING = {"a100": 0.55e-6}
 """Seconds per token of context that a step takes longer if a request has more than one token: with 4,096 it was 2.3 ms
 there, with one request as with eight. FlashAttention 3, of Hopper, is taken to have no such loss."""
@@ -190,10 +195,11 @@ def step_cost(shape: Shape, gpu: str, *, drafts: bool, context: float = CONTEXT)
         context: Tokens in a request's KV cache.
     """
     bandwidth, flops = BYTES_SHARE * PEAKS[gpu][0], FLOPS_SHARE * PEAKS[gpu][1]
+    share = MEASURED_SHARE.get(gpu, MEASURED_SHARE["h100"])
     weights, per_token = 2 * shape.read(TOKENS) / bandwidth, 2 * shape.active / flops
     device = np.power(weights**SHARPNESS + (per_token * TOKENS) ** SHARPNESS, 1 / SHARPNESS)
     device += shape.layers * KERNELS_PER_LAYER * KERNEL
-    device = np.maximum.accumulate(device * np.interp(TOKENS, MEASURED_TOKENS, MEASURED_SHARE))
+    device = np.maximum.accumulate(device * np.interp(TOKENS, MEASURED_TOKENS, share))
     launches = np.where(TOKENS > LARGEST_GRAPH, KERNELS_PER_LAYER * shape.layers * LAUNCH, 0.0)
     return EngineCost(
         TOKENS,
