@@ -17,10 +17,7 @@ import torch
 
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.config import OUR_SCHEDULE, say, shown_ranges
-from rollout_spec.integrations.vllm.step_sizes import MEASURED_CONTEXT, ranges_of
-
-MOST_REQUESTS = 512
-"""Of a step with drafts, an estimate: of more, sorting the confidences on the host would take milliseconds."""
+from rollout_spec.integrations.vllm.step_sizes import MEASURED_CONTEXT, MOST_CUT_REQUESTS, ranges_of
 
 
 def initialize_kv_cache(runner: Any, initialize: Callable[[], Any]) -> Any:
@@ -75,7 +72,7 @@ def settle_schedule(vllm_config: Any, ask_workers: Callable[[], list[dict[str, A
     k, scheduler = speculative.num_speculative_tokens, vllm_config.scheduler_config
     # Before they are cut, the scheduler needs room for all of each.
     room = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-    ranges = ranges_of([k, *(fewer for fewer in (3, 1) if fewer < k)], room, most_requests=MOST_REQUESTS)
+    ranges = ranges_of([k, *(fewer for fewer in (3, 1) if fewer < k)], room, most_requests=MOST_CUT_REQUESTS)
     has_more = scheduler.max_num_seqs > ranges[0][1]
     speculative.num_speculative_tokens_per_batch_size = ranges if has_more else None
     speculative.enable_adaptive_verification = True

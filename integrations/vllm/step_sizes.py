@@ -30,6 +30,9 @@ MEASURED_CONTEXT = 512
 """Tokens of context of each token in the steps that vLLM measures for its adaptive verification. With 256 to 1,024 of
 them, a step of more requests took on an A100 what verifying as many draft tokens took (experiments/results/README.md).
 """
+MOST_CUT_REQUESTS = 512
+"""Of a step whose drafts vLLM cuts, an estimate: of more, sorting the confidences on the host would take milliseconds.
+"""
 SIZES_PER_DOUBLING = 8
 """Above vLLM's own sizes, so that at most about an eighth of a step is padding; 17 more sizes at most."""
 

@@ -23,11 +23,13 @@ from numpy.typing import NDArray
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS
 from rollout_spec.drafters import build_drafter
 from rollout_spec.estimate.costs import (
+    SHAPES,
     UNIT_COST,
     EngineCost,
     Floats,
     MeasuredCost,
     measured_by_vllm,
+    measured_curve,
     read_step_times,
     shape_of,
     step_cost,
@@ -40,6 +42,9 @@ from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 Ints = NDArray[np.int64]
 WORTH_IT = 1.1
 """A phase that is less than so many times as fast is not worth an installation."""
+ENOUGH_PROMPTS = 10
+"""Fewer say too little for an interval, and for a verdict."""
+RESAMPLED = 1000
 ADAPTIVE_GPUS = ("h100", "h200")
 """On these vLLM's adaptive verification cuts the device's drafts."""
 
@@ -53,9 +58,9 @@ class Gain(NamedTuple):
     """Whether most of its prompts had been sampled before."""
     num_tokens: int
     """Those that took a step: all but the first of each rollout."""
-    seconds: Floats
-    """float64 [prompts, 2]: what the rollouts of each prompt took without and with drafts. A step's time is divided
-    equally among its requests, so the sums over prompts are the phase's times."""
+    seconds: dict[int, Floats]
+    """By problem_id, float64 [2]: what its rollouts took without and with drafts. A step's time is divided equally
+    among its requests, so the sums over prompts are the phase's times."""
     tail_seconds: float
     """Of the time without drafts, in steps with fewer than half as many requests as at most."""
 
@@ -96,7 +101,7 @@ def run(args: Namespace) -> int:
                     print(_line(rows[-1], has_costs), flush=True)
     if has_costs:
         if args.step_times is None:
-            print("Step times are estimates: for an A100 they are 0.93 to 1.13 times what was measured.")
+            print("Step times are estimates: on an A100 and an H100 0.93 to 1.13 times what was measured.")
         for batch in args.requests:
             print(f"{batch} requests: {verdict([row for row in rows if row['requests'] == batch])}.")
     if args.json is not None:
@@ -109,12 +114,17 @@ def engine_of(args: Namespace, context: float, batch: int) -> Engine:
     k = args.num_speculative_tokens
     if args.step_times is not None:
         times = read_step_times(args.step_times, args.model, context)
-        requests, milliseconds = np.array(sorted(times[0].items())).T
-        policy = _policy(args.gpu, k, batch, 1.0, lambda sizes: np.interp(sizes, requests, milliseconds / 1e3))
+        if args.gpu is None:
+            raise ValueError("--step-times needs --gpu, too: how drafts are cut depends on it")
+        if k > max(times):
+            raise ValueError(f"{args.step_times} has steps of at most {max(times)} draft tokens: give -k {max(times)}")
+        policy = _policy(args.gpu, k, batch, 1.0, measured_curve(times).steps)
         return Engine(MeasuredCost(times, drafts=False), MeasuredCost(times, drafts=True), policy, k)
     if args.gpu is None:
         return Engine(UNIT_COST, UNIT_COST, lambda num_requests: k, k)
-    shape = shape_of(args.model or "")
+    if args.model is None:
+        raise ValueError(f"--gpu needs --model: one of {', '.join(SHAPES)} or a path of a config.json")
+    shape = shape_of(args.model)
     policy = _policy(args.gpu, k, batch, shape.used_experts, measured_by_vllm(shape, args.gpu))
     plain, ours = (step_cost(shape, args.gpu, drafts=drafts, context=context) for drafts in (False, True))
     return Engine(plain, ours, policy, k)
@@ -141,7 +151,7 @@ def simulate_run(rollouts: Sequence[Rollout], engine: Engine, batch: int) -> lis
     for rollout in rollouts:
         versions.setdefault(rollout.policy_version, []).append(rollout)
     if len(versions) > 1:
-        return _simulate([], list(versions.values()), engine, batch)
+        return _simulate([], [versions[version] for version in sorted(versions)], engine, batch)
     problems = by_problem(rollouts)
     halves = [(problem[: len(problem) // 2], problem[len(problem) // 2 :]) for problem in problems if len(problem) > 1]
     earlier = [rollout for half, _ in halves for rollout in half]
@@ -171,6 +181,8 @@ def _simulate(earlier: Sequence[Rollout], phases: Sequence[list[Rollout]], engin
         drafter.begin_policy_version(number + bool(earlier))
         problems = {rollout.problem_id for rollout in phase}
         steps = list(simulate(phase, drafter, engine.policy, engine.ours, num_speculative_tokens=engine.k, batch=batch))
+        is_later = 2 * len(problems & known) > len(problems)
+        known |= problems
         if not steps:
             continue
         starts, ends, live = without_drafts([rollout.token_ids.size for rollout in phase], batch)
@@ -184,13 +196,12 @@ def _simulate(earlier: Sequence[Rollout], phases: Sequence[list[Rollout]], engin
         results.append(
             Gain(
                 sum_up(steps),
-                is_later=2 * len(problems & known) > len(problems),
+                is_later=is_later,
                 num_tokens=int((ends - starts).sum()),
-                seconds=np.array(list(of_prompt.values())),
+                seconds=of_prompt,
                 tail_seconds=float(seconds[2 * live < live.max()].sum()),
             )
         )
-        known |= problems
     return results
 
 
@@ -218,23 +229,39 @@ def without_drafts(lengths: Sequence[int], batch: int) -> tuple[Ints, Ints, Ints
 
 
 def figures_of(gains: Sequence[Gain]) -> dict[str, Any]:
-    """Tokens per step, and how many times as fast a phase is, with 5 % and 95 % of the same for resampled prompts."""
-    seconds = np.concatenate([gain.seconds for gain in gains])
-    chosen = np.random.default_rng(0).integers(len(seconds), size=(1000, len(seconds)))
-    plain, ours = np.moveaxis(seconds[chosen].sum(1), 1, 0)
+    """Tokens per step, and how many times as fast phases are, with 5 % and 95 % of the same for resampled prompts."""
+    of_prompt: dict[int, Floats] = {}
+    for gain in gains:
+        for problem_id, took in gain.seconds.items():
+            of_prompt[problem_id] = of_prompt.get(problem_id, 0.0) + took
+    seconds = np.array([took for took in of_prompt.values() if took.any()])  # not those with rollouts of one token
+    plain, ours = seconds.sum(0)
     steps = sum(gain.phase.request_steps for gain in gains)
     return {
+        "prompts": len(seconds),
         "tokens_per_step": sum(gain.num_tokens for gain in gains) / steps,
         "verified_per_step": sum(gain.phase.drafted for gain in gains) / steps,
-        "speedup": seconds[:, 0].sum() / seconds[:, 1].sum(),
-        "interval": np.percentile(plain / ours, [5, 95]).tolist(),
-        "tail": sum(gain.tail_seconds for gain in gains) / seconds[:, 0].sum(),
+        "speedup": plain / ours,
+        "interval": _interval(seconds) if len(seconds) >= ENOUGH_PROMPTS else None,
+        "tail": sum(gain.tail_seconds for gain in gains) / plain,
     }
+
+
+def _interval(seconds: Floats) -> list[float]:
+    rng, speedups = np.random.default_rng(0), []
+    for _ in range(RESAMPLED):
+        plain, ours = np.bincount(rng.integers(len(seconds), size=len(seconds)), minlength=len(seconds)) @ seconds
+        speedups.append(plain / ours)
+    return [float(bound) for bound in np.percentile(speedups, [5, 95])]
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:
     """In a few words."""
-    least = {row["epoch"]: row["interval"][0] for row in rows}
+    known = [row for row in rows if row["interval"] is not None]
+    if not known:
+        most = max(row["prompts"] for row in rows)
+        return f"{most} prompts are too few to tell, ten or more would do"
+    least = {row["epoch"]: row["interval"][0] for row in known}
     if least.get("first", 0.0) >= WORTH_IT:
         return "worth it"
     return "worth it from the second epoch on" if least.get("later", 0.0) >= WORTH_IT else "not worth it"
@@ -259,5 +286,5 @@ def _line(row: dict[str, Any], has_costs: bool) -> str:
     line = f"{row['requests']:8}  {row['epoch']}  {row['tokens_per_step']:11.2f}  {row['verified_per_step']:13.2f}"
     if not has_costs:
         return line
-    low, high = row["interval"]
-    return f"{line}  {row['speedup']:6.2f} ({low:.2f} to {high:.2f})  {row['tail']:4.0%}"
+    interval = "({:.2f} to {:.2f})".format(*row["interval"]) if row["interval"] else f"{'':14}"
+    return f"{line}  {row['speedup']:6.2f} {interval}  {row['tail']:4.0%}"

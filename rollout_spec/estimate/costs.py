@@ -36,8 +36,8 @@ MEASURED_SHARE = {
     "a100": (0.98, 1.0, 1.05, 1.08, 1.17, 1.19, 1.24, 1.15, 1.17, *LARGE_STEPS),
     "h100": (1.03, 1.04, 1.03, 1.04, 1.06, 1.09, 1.12, 1.13, 1.20, *LARGE_STEPS),
 }
-"""By a step's tokens, what was measured over the formula. A100: means of steps that verify drafts, of Qwen2.5-7B, 14B and
-Llama-3.1-8B with contexts of 256 to 1,024, vLLM 0.11.2 (arXiv:2606.18967, `sd_toggle/configs` of
+"""By a step's tokens, what was measured over the formula. A100: means of steps that verify drafts, of Qwen2.5-7B, 14B
+and Llama-3.1-8B with contexts of 256 to 1,024, vLLM 0.11.2 (arXiv:2606.18967, `sd_toggle/configs` of
 github.com/furiosa-ai/EfficientRollout at 0ff0bc5). H100: of a 7B model to 192 tokens, vLLM 0.26 (`by_size` in
 experiments/results/bench_phase.jsonl, medians of quiet steps); larger steps were measured on the A100 alone."""
 VERIFYING = {"a100": 0.55e-6}
@@ -167,14 +167,18 @@ def shape_of(model: str) -> Shape:
         hidden, layers, heads = (config[n] for n in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
         kinds = " ".join(config.get("layer_types") or ())
         if config.get("kv_lora_rank") or "linear" in kinds or "mamba" in kinds:
-            raise ValueError("its attention is compressed or recurrent, which is not estimated: give --step-times")
+            raise ValueError(f"{path}: compressed or recurrent attention is not estimated: give --step-times")
         kv_heads, head = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
         experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
         width = config.get("moe_intermediate_size") or config["intermediate_size"]
-        of_experts = layers * experts * 3 * hidden * width
-        dense = 0 if experts else 3 * hidden * config["intermediate_size"]
+        with_experts = max(layers - (config.get("first_k_dense_replace") or 0), 0) if experts else 0
+        of_experts = with_experts * experts * 3 * hidden * width
+        shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * width
+        dense = with_experts * 3 * hidden * shared
+        if layers > with_experts:
+            dense += (layers - with_experts) * 3 * hidden * config["intermediate_size"]
         words = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
-        parameters = of_experts + words + layers * (dense + 2 * hidden * head * (heads + kv_heads))
+        parameters = of_experts + dense + words + layers * 2 * hidden * head * (heads + kv_heads)
         used = config["num_experts_per_tok"] / experts if experts else 1.0
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no config.json of a transformer: {error!r}") from error
@@ -223,10 +227,21 @@ def measured_by_vllm(shape: Shape, gpu: str) -> Callable[[NDArray[np.int64]], Fl
     return lambda num_tokens: cost.steps(num_tokens) + per_token * num_tokens + cost.draft_call_seconds
 
 
+def measured_curve(milliseconds: Mapping[int, Mapping[int, float]]) -> EngineCost:
+    """What an engine would make of measured steps, which knows their time by their tokens alone. See `MeasuredCost`."""
+    times: dict[int, list[float]] = {}
+    for k, of_requests in milliseconds.items():
+        for num_requests, ms in of_requests.items():
+            times.setdefault(num_requests * (1 + k), []).append(ms / 1e3)
+    tokens = sorted(times)
+    return EngineCost(np.array(tokens, float), np.maximum.accumulate([np.mean(times[size]) for size in tokens]))
+
+
 class MeasuredCost:
     """Steps that were measured, by requests and draft tokens of each.
 
-    Between them times are interpolated; beyond them they are the nearest one, in proportion to the requests.
+    Between them times are interpolated. With more requests a step takes as long as with the most, in proportion to the
+    requests. K must not be larger than what was measured.
 
     Args:
         milliseconds: By K: (requests, milliseconds) of steps with so many draft tokens per request, K = 0 among them.

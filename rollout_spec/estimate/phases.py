@@ -17,7 +17,12 @@ from rollout_spec.drafters.base import Drafter
 from rollout_spec.estimate.costs import EngineCost, Floats, MeasuredCost
 from rollout_spec.estimate.recorded import RecordedTarget, Rollout
 from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
-from rollout_spec.integrations.vllm.step_sizes import CHEAP_TOKENS, CHEAP_TOKENS_A100, affordable_ranges
+from rollout_spec.integrations.vllm.step_sizes import (
+    CHEAP_TOKENS,
+    CHEAP_TOKENS_A100,
+    MOST_CUT_REQUESTS,
+    affordable_ranges,
+)
 from rollout_spec.loop import Decoder
 from rollout_spec.types import Drafts
 
@@ -36,6 +41,10 @@ class Adaptive:
         self._seconds = seconds
         self._before: dict[str, Floats] = {}
 
+    def begin_phase(self) -> None:
+        """All requests are new."""
+        self._before = {}
+
     def survival(self, drafts: Drafts, decoder: Decoder, target: RecordedTarget) -> Floats:
         """The probability that each drafted token is reached and right, float64 [B, K]; 0 where there is none."""
         rows = [decoder.drafting.drafter.row_of(request.req_id) for request in decoder.live]
@@ -52,8 +61,11 @@ class Adaptive:
     def cut(self, drafts: Drafts, decoder: Decoder, target: RecordedTarget) -> Drafts:
         """These drafts with the lengths that are verified."""
         survival = self.survival(drafts, decoder, target)
+        known = self.known_to_host(survival, decoder)
+        if not decoder.drafting.num_asked:
+            return drafts
         size, k = survival.shape
-        scores = -np.sort(-self.known_to_host(survival, decoder), axis=None)
+        scores = -np.sort(-known, axis=None)
         emitted = size + np.append(0.0, np.cumsum(scores))
         num_kept = int(np.argmax(emitted / self._seconds(size + np.arange(size * k + 1))))
         kept = np.zeros(size * k, bool)
@@ -125,6 +137,7 @@ def simulate(
     target, budget = RecordedTarget(), policy if isinstance(policy, Budget) else None
     decoder = Decoder(drafter, target, num_speculative_tokens, knows_noise=False, budget=budget)
     if isinstance(policy, Adaptive):
+        policy.begin_phase()
         draft: Any = decoder.drafting.draft
         decoder.drafting.draft = lambda *args, **kwargs: policy.cut(draft(*args, **kwargs), decoder, target)  # type: ignore[method-assign]
     waiting = [rollout for rollout in reversed(rollouts) if rollout.token_ids.size]
@@ -144,6 +157,8 @@ def simulate(
         k = num_speculative_tokens
         if isinstance(policy, MeasuredSchedule):
             k = policy.choose(num_requests)
+        elif isinstance(policy, Adaptive):
+            k = num_speculative_tokens if num_requests <= MOST_CUT_REQUESTS else 0
         elif callable(policy):
             k = policy(num_requests)
         counts = decoder.step(k)

@@ -9,9 +9,18 @@ import pytest
 
 from rollout_spec.cli import main
 from rollout_spec.drafters import build_drafter
-from rollout_spec.estimate.command import Engine, simulate_run, verdict, without_drafts
-from rollout_spec.estimate.costs import SHAPES, UNIT_COST, MeasuredCost, read_step_times, shape_of, step_cost
-from rollout_spec.estimate.phases import simulate, sum_up
+from rollout_spec.estimate import phases
+from rollout_spec.estimate.command import Engine, figures_of, simulate_run, verdict, without_drafts
+from rollout_spec.estimate.costs import (
+    SHAPES,
+    UNIT_COST,
+    MeasuredCost,
+    measured_curve,
+    read_step_times,
+    shape_of,
+    step_cost,
+)
+from rollout_spec.estimate.phases import Adaptive, simulate, sum_up
 from rollout_spec.estimate.recorded import RecordedTarget, Rollout, by_problem, read_rollouts
 from rollout_spec.history.folder import HistoryFolder, Origin
 from rollout_spec.history.logs import read
@@ -67,7 +76,7 @@ def write_log(path, rows):
     return str(path)
 
 
-def a_log(path, steps=4, prompts=3, group=4, tokens=60):
+def a_log(path, steps=4, prompts=10, group=2, tokens=60):
     """The samples of a prompt are alike, and each prompt comes again in every second step."""
     rng, rows = np.random.default_rng(0), []
     texts = rng.integers(0, 200, (2, prompts, tokens))
@@ -90,14 +99,14 @@ def test_a_run_is_decoded_step_by_step_and_its_later_epochs_are_told_apart(tmp_p
             assert row["interval"][0] <= row["speedup"] <= row["interval"][1]
         assert later["interval"][0] > first["interval"][1]
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == "48 rollouts of 6 prompts, 4 policy versions; 32 tokens of context on average"
+    assert shown[0] == "80 rollouts of 20 prompts, 4 policy versions; 32 tokens of context on average"
     assert shown[-1] == "16 requests: worth it from the second epoch on."
     assert main(["estimate", log]) == 0
     assert "times as fast" not in capsys.readouterr().out
 
 
 def test_of_a_single_version_half_of_the_samples_is_an_earlier_epoch(tmp_path):
-    rollouts = read_rollouts(a_log(tmp_path / "log.jsonl", steps=1, prompts=20))
+    rollouts = read_rollouts(a_log(tmp_path / "log.jsonl", steps=1, prompts=20, group=4))
     engine = Engine(UNIT_COST, UNIT_COST, lambda num_requests: 8, 8)
     gains = simulate_run(rollouts, engine, 8)
     assert [gain.is_later for gain in gains] == [False] * 3 + [True] * 2, "of at least 32 rollouts and whole prompts"
@@ -124,12 +133,44 @@ def test_phases_without_drafts_are_those_of_the_simulation(batch):
 
 
 def test_what_it_says():
-    def row(epoch, low):
-        return {"epoch": epoch, "interval": [low, 3.0]}
+    def row(epoch, low, prompts=20):
+        return {"epoch": epoch, "interval": low and [low, 3.0], "prompts": prompts}
 
     assert verdict([row("first", 1.2), row("later", 1.0)]) == "worth it"
     assert verdict([row("first", 1.05), row("later", 1.2)]) == "worth it from the second epoch on"
     assert verdict([row("first", 1.05)]) == verdict([row("later", 0.9)]) == "not worth it"
+    assert verdict([row("first", None, 3)]) == "3 prompts are too few to tell, ten or more would do"
+
+
+def test_a_prompt_counts_once_and_one_without_steps_not_at_all():
+    rollouts = [
+        Rollout(n, PROMPT, np.arange(2 if n < 10 else 1, dtype=np.int32), version)
+        for version in (0, 1)
+        for n in range(12)
+    ]
+    first, later = simulate_run(rollouts, Engine(UNIT_COST, UNIT_COST, lambda num_requests: 8, 8), 4)
+    assert (first.is_later, later.is_later) == (False, True)
+    figures = figures_of([first, later])
+    assert figures["prompts"] == 10
+    assert figures["speedup"] == 1
+    assert figures["interval"] == [1, 1]
+    assert figures_of([first._replace(seconds={n: np.ones(2) for n in range(9)})])["interval"] is None
+
+
+def test_versions_are_decoded_in_their_order_not_in_that_of_the_files():
+    rollouts = [Rollout(0, PROMPT, np.arange(step + 1, dtype=np.int32), step) for step in (10, 2)]
+    early, late = simulate_run(rollouts, Engine(UNIT_COST, UNIT_COST, lambda num_requests: 8, 8), 4)
+    assert (early.num_tokens, late.num_tokens) == (2, 10)
+
+
+def test_of_too_many_requests_no_drafts_are_cut_as_in_engines(monkeypatch):
+    monkeypatch.setattr(phases, "MOST_CUT_REQUESTS", 3)
+    text = np.tile(np.arange(5, dtype=np.int32), 8)
+    rollouts = [Rollout(0, PROMPT, text[: 20 + 5 * n]) for n in range(5)]
+    drafter, policy = build_drafter("history", max_draft_tokens=4), Adaptive(lambda sizes: np.ones(len(sizes)))
+    steps = list(simulate(rollouts, drafter, policy, UNIT_COST, num_speculative_tokens=4, batch=8))
+    assert {step.num_draft_tokens for step in steps if step.num_requests > 3} == {0}
+    assert any(step.num_draft_tokens for step in steps if step.num_requests <= 3)
 
 
 @pytest.mark.parametrize(
@@ -140,12 +181,17 @@ def test_what_it_says():
         ([{"prompt_ids": [1], "completion_ids": []}], [], "the completion is empty"),
         (None, ["-k", "0"], "-k must be between 1 and"),
         (None, ["--requests", "0"], "--requests must be positive"),
-        (None, ["--gpu", "h100"], "--model must be one of 1.5b, 7b"),
+        (None, ["--gpu", "h100"], "--gpu needs --model: one of 1.5b, 7b"),
         (None, ["--gpu", "h100", "--model", "nowhere/config.json"], "--model must be one of"),
         (None, ["--step-times", "missing.csv"], "No such file"),
+        (None, ["--step-times", "times.csv"], "--step-times needs --gpu"),
+        (None, ["--step-times", "times.csv", "--gpu", "h100", "-k", "5"], "of at most 4 draft tokens: give -k 4"),
     ],
 )
-def test_bad_input_is_one_line(tmp_path, capsys, rows, options, message):
+def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch, rows, options, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))  # which nobody has named
+    (tmp_path / "times.csv").write_text(STEP_TIMES)
     rows = [{"prompt_ids": [1], "completion_ids": [2, 3]}] if rows is None else rows
     assert main(["estimate", write_log(tmp_path / "log.jsonl", rows), *options]) == 2
     shown = capsys.readouterr()
@@ -173,6 +219,14 @@ def test_sizes_of_a_model_follow_from_its_configuration(tmp_path):
         assert found.of_experts == pytest.approx(known.of_experts, rel=0.01)
         assert found[1:3] == known[1:3]
         assert found.used_experts == known.used_experts
+    # Three of 48 layers without experts, and in the others one that every token uses.
+    dense = {"first_k_dense_replace": 3, "n_shared_experts": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN_30B_A3B, **dense}))
+    one, found = 3 * 2048 * 768, shape_of(str(tmp_path))
+    assert found.of_experts == 45 * 128 * one
+    assert found.parameters - found.of_experts == pytest.approx(
+        30.5e9 - 29.0e9 + 45 * one + 3 * 3 * 2048 * 6144, rel=0.02
+    )
     for config, message in (
         ({**QWEN_7B, "layer_types": ["linear_attention", "full_attention"]}, "give --step-times"),
         ({**QWEN_7B, "kv_lora_rank": 512}, "give --step-times"),
@@ -188,6 +242,10 @@ def test_measured_times_are_interpolated(tmp_path):
     path = tmp_path / "times.csv"
     path.write_text(STEP_TIMES)
     cost = MeasuredCost(read_step_times(path, None, context=300), drafts=False)
+    by_tokens = measured_curve(read_step_times(path, None, context=300))
+    assert by_tokens.tokens.tolist() == [1, 5, 8, 40]
+    assert by_tokens.seconds.tolist() == [0.010, 0.011, 0.012, 0.020]
+    assert by_tokens.step(80) > 0.025, "further draft tokens are not free"
     steps = [(1, 0), (8, 0), (8, 32), (1, 2), (16, 0)]
     assert [cost.whole_step(*step) for step in steps] == pytest.approx([0.010, 0.012, 0.020, 0.0105, 0.024])
     assert cost.drafting(8) == 0 < MeasuredCost(read_step_times(path, "a", 300), drafts=True).drafting(8)
