@@ -43,6 +43,14 @@ def modes(rows: Rows) -> Iterator[float]:
         yield min(row["speedup"] for row in mine)
 
 
+def on_gpu(phases: Rows) -> Iterator[float]:
+    """How many times as fast phases of 64 requests were with drafts, as measured and against quiet steps without."""
+    took = {(row["mode"], row["phase"]): row for row in phases if row["batch"] == 64}
+    for phase in ("first", "history"):
+        none, ours = took["none", phase], took["device", phase]["measured"]["seconds"]
+        yield from (none["measured"]["seconds"] / ours, none["simulated"]["seconds"] / ours)
+
+
 def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     """(how a table's first line begins, its rows, what figures they give)."""
     demos, engines = read("bench_demo"), read("bench_engines", policy="demo")
@@ -64,7 +72,9 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     first = [len(demos), *(sum(fields(demos, name)) for name in ("rollouts_identical", "rollouts_total"))]
     first += [*fields(demos, "generation_speedup"), *fields(engines, "speedup"), *fields(drafts, "tokens_per_step")]
     first += fields(run, "stock_over_on_per_token", "identical", "rollouts")
-    yield "| What | Ran on ", [*demos, *engines, *run, *drafts], first
+    trl, phases = read("bench_trl"), read("modes_simulated", benchmark="modes/phases")
+    first += [*fields(trl, "times_as_fast", "identical", "rollouts"), *on_gpu(phases)]
+    yield "| What | Ran on ", [*trl, *phases, *demos, *engines, *run, *drafts], first
     rows = read("real_policy/run_features", benchmark="real_policy/epoch")
     rates = [100 * row["accepted_tokens"] / row["draft_tokens"] for row in rows]
     others = fields(rows, "reward", "tokens_per_step", "stock_over_on_per_token", "off_over_on")
