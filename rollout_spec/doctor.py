@@ -239,6 +239,11 @@ def summary(report: dict[str, Any]) -> str:
     if not stats["draft_tokens"]:
         return f"{said}, no draft verified"
     said += f", {stats['acceptance_rate']:.1%} of {stats['draft_tokens']:,} drafted tokens accepted"
+    if (measured := report.get("measured")) is not None:
+        times = f"{measured['speedup']:.2f} times as fast"
+        if measured["low"] is not None:
+            times += f" ({measured['low']:.2f} to {measured['high']:.2f})"
+        return f"{times} with drafts as without, measured in {measured['generations']} generations; {said}"
     if whole is None:
         return f"{said}; what that saved is not known: no budget has taken steps without drafts to compare with"
     if whole.is_noisy:

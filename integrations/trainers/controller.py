@@ -19,6 +19,7 @@ Use with any training loop::
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -26,12 +27,16 @@ from typing import Any
 from rollout_spec import checks
 from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig
 from rollout_spec.integrations.trainers import logprob_check
+from rollout_spec.integrations.trainers.comparison import Comparison, Measured
 from rollout_spec.integrations.vllm.compat import plain_weights
 from rollout_spec.integrations.vllm.requests import without_history
 from rollout_spec.noise.host import derive_seed
 from rollout_spec.stats import SpeculationStats
 
+logger = logging.getLogger(__name__)
+
 RATES = "tokens_per_step", "mean_acceptance_length", "acceptance_rate", "draft_tokens", "accepted_tokens"
+MEASURED = "measured_speedup", "measured_speedup_low", "measured_speedup_high", "measured_generations"
 TIMES = "step_seconds", "forward_seconds", "verify_seconds", "draft_seconds"
 
 
@@ -49,6 +54,8 @@ class EngineController:
         llm_kwargs: More keyword arguments for the `vllm.LLM` that the trainer builds, e.g. `{"dtype": "float32"}`.
         logprob_tolerance: Largest mean absolute difference of log-probabilities at the first generation. None: 1e-4
             where engine and trainer compute in float32, 5e-2 otherwise. `math.inf` switches the check off.
+        compare_every: n, 3 or more: sample every n-th generation without drafts, which gives the same rollouts, and measure what
+            drafts gain. That costs at most 1/n of the gain. None: not measured.
 
     Attributes:
         llm: The engine, once it is attached.
@@ -65,6 +72,7 @@ class EngineController:
         *,
         llm_kwargs: Mapping[str, Any] | None = None,
         logprob_tolerance: float | None = None,
+        compare_every: int | None = None,
     ) -> None:
         if not isinstance(config, RolloutSpecConfig):
             raise TypeError(f"config must be a RolloutSpecConfig, got {checks.shown(config)}")
@@ -72,6 +80,11 @@ class EngineController:
             raise TypeError(f"llm_kwargs must be a dict of keyword arguments, got {checks.shown(llm_kwargs)}")
         if logprob_tolerance is not None:
             checks.number("logprob_tolerance", logprob_tolerance, lambda value: value >= 0, "at least 0")
+        if compare_every is not None:
+            checks.integer("compare_every", compare_every, 3)
+        if compare_every is not None and not config.speculation:
+            raise ValueError("compare_every compares with drafts, and speculation is False: leave it out")
+        self._comparison = None if compare_every is None else Comparison(compare_every)
         self.config = config
         self.llm: Any = None
         self.model: Any = None
@@ -204,16 +217,39 @@ class EngineController:
         params = self._with_seeds(prompts, sampling_params)
         is_first = self.logprob_error is None
         unscored = logprob_check.ask_for_logprobs(params) if is_first else []
+        is_compared = self._comparison is not None and self._enabled and not self.is_evaluating()
+        is_plain = is_compared and self._comparison is not None and self._comparison.is_plain
+        if is_plain:
+            self._command("set_enabled", False)
         started = time.perf_counter()
         outputs = run(params, *args, **kwargs)
-        self._seconds += time.perf_counter() - started
-        self._num_tokens += sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+        seconds = time.perf_counter() - started
+        if is_plain:
+            self._draft_again()
+        completions = [completion for output in outputs for completion in output.outputs]
+        num_tokens = sum(len(completion.token_ids) for completion in completions)
+        self._seconds += seconds
+        self._num_tokens += num_tokens
+        if is_compared and self._comparison is not None:
+            self._comparison.observe(len(completions), num_tokens, seconds)
         if is_first:
             engine, settings = self.llm.llm_engine.vllm_config.model_config, (self._autocast, self._logprob_tolerance)
             self.logprob_error = logprob_check.compare(self.model, engine, prompts, outputs, params, *settings)
         for completion in (completion for ordinal in unscored for completion in outputs[ordinal].outputs):
             completion.logprobs = completion.cumulative_logprob = None
         return outputs
+
+    def _draft_again(self) -> None:
+        """After a generation without drafts. The drafter may have raised in it, which ends no run."""
+        try:
+            self._command("set_enabled", True)
+        except Exception as error:
+            logger.warning("the engine does not draft any more, so nothing more is compared: %s", error)
+            self._comparison = None
+
+    def measured(self) -> Measured | None:
+        """What drafts gain by `compare_every`; None before it is known."""
+        return None if self._comparison is None else self._comparison.measured()
 
     def _with_seeds(self, prompts: Sequence[Any], sampling_params: Any) -> list[Any]:
         """One `SamplingParams` per prompt, with a seed where it has none. Raises ValueError if rollouts were copies."""
@@ -251,7 +287,8 @@ class EngineController:
 
     def report(self) -> dict[str, Any]:
         """What `rollout-spec doctor` explains, once it is written as JSON."""
-        return dict(self._command("report"))
+        measured = self.measured()
+        return {**self._command("report"), "measured": None if measured is None else measured._asdict()}
 
     def take_metrics(self) -> dict[str, float]:
         """`rollout_spec/*` metrics since the last call; empty when nothing was generated since."""
@@ -268,6 +305,10 @@ class EngineController:
             "policy_version": now["policy_version"],
         }
         self._seen, self._num_tokens, self._seconds = now, 0, 0.0
+        measured = self.measured()
+        if measured is not None:
+            values = dict(zip(MEASURED, measured, strict=True))
+            metrics |= {name: value for name, value in values.items() if value is not None}
         return as_metrics(new, (*RATES, *TIMES, "drafter_errors"), metrics)
 
 

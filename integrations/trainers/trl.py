@@ -46,7 +46,8 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
     engine's report goes to `OUTPUT_DIR/rollout_spec.json`, which `rollout-spec doctor` explains.
 
     Args:
-        llm_kwargs, logprob_tolerance: As for `EngineController`. All arguments are for colocated engines.
+        llm_kwargs, logprob_tolerance, compare_every: As for `EngineController`. All arguments are for colocated
+            engines.
         **options: Fields of `rollout_spec.RolloutSpecConfig`. `history_dir=True` keeps history in
             `OUTPUT_DIR/rollout_spec_history`, so that a run that resumes drafts from what it has sampled before.
     """
@@ -56,14 +57,17 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
         *,
         llm_kwargs: Mapping[str, Any] | None = None,
         logprob_tolerance: float | None = None,
+        compare_every: int | None = None,
         **options: Any,
     ) -> None:
         self._keeps_history_beside_checkpoints = options.get("history_dir") is True
         if self._keeps_history_beside_checkpoints:  # the folder is not known before `on_init_end`
             options = {**options, "history_dir": HISTORY_NAME}
         config = RolloutSpecConfig.from_dict(options)
-        super().__init__(config, llm_kwargs=llm_kwargs, logprob_tolerance=logprob_tolerance)
-        self._is_for_engine = bool(options or llm_kwargs)
+        super().__init__(
+            config, llm_kwargs=llm_kwargs, logprob_tolerance=logprob_tolerance, compare_every=compare_every
+        )
+        self._is_for_engine = bool(options or llm_kwargs or compare_every)
         self._is_summarised = False  # the training, in the log
         self._server_url: str | None = None
         self._server: Any = None  # its `ServerCounters`, on the rank that logs

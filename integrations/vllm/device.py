@@ -44,8 +44,8 @@ class _Live(NamedTuple):
 class DeviceSpeculator(Session, BaseSpeculator):
     """vLLM's speculator around a `DeviceDrafter`.
 
-    There is no budget of ours, as the host does not know the drafts. History grows also while nothing is drafted. A
-    request that ends while it is preempted leaves no rollout, as the runner has freed its text.
+    There is no budget of ours, as the host does not know the drafts. A request that ends while it is preempted leaves
+    no rollout, as the runner has freed its text.
 
     Attributes: those of `Session`, and
         session: Itself, as other speculators have one.
@@ -188,11 +188,9 @@ class DeviceSpeculator(Session, BaseSpeculator):
             return self._no_drafts(input_batch.num_reqs)
         slots = input_batch.idx_mapping_np[: input_batch.num_reqs]
         self.drafter.reserve(slots, self._most_tokens(slots) + self.num_speculative_tokens + 1)
-        if not self.enabled:
-            self.drafter.extend(req_indices, history, total_len)
-            return self._no_drafts(input_batch.num_reqs)
         seen = self._runner.rollout_spec.take_features(), input_batch.cu_num_logits[: input_batch.num_reqs]
-        if self._is_asynchronous and self._runner.rollout_spec.num_wanted_drafts == 0:
+        is_wanted = not self._is_asynchronous or self._runner.rollout_spec.num_wanted_drafts > 0
+        if not (self.enabled and is_wanted):
             self.drafter.extend(req_indices, history, total_len, num_sampled, *seen)
             return self._no_drafts(input_batch.num_reqs)
         drafts, rates = self.drafter.propose(req_indices, num_sampled, history, total_len, *noise, *seen)

@@ -192,6 +192,22 @@ def init_scheduler(original: Callable[..., None], self: Any, *args: Any, **kwarg
         self.dynamic_sd_lookup = MeasuredSchedule(self.dynamic_sd_lookup)
 
 
+def collective_rpc(
+    original: Callable[..., Any],
+    self: Any,
+    method: Any,
+    timeout: float | None = None,
+    args: Any = (),
+    kwargs: Any = None,
+) -> Any:
+    """Tell our schedule, too, whether anything is drafted: otherwise steps would verify K tokens 0 while it is not."""
+    results = original(self, method, timeout, args, kwargs)
+    schedule: Any = getattr(self.scheduler, "dynamic_sd_lookup", None)
+    if method == "rollout_spec" and args[0] == "set_enabled" and hasattr(schedule, "is_enabled"):
+        schedule.is_enabled = args[1]
+    return results
+
+
 def update_from_output(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Tell our schedule what a step did."""
     observe = getattr(getattr(self, "dynamic_sd_lookup", None), "observe_output", None)

@@ -38,9 +38,13 @@ class MeasuredSchedule:
 
     Args:
         most: Most K for 0, 1, 2, ... requests.
+
+    Attributes:
+        is_enabled: Whether anything is drafted.
     """
 
     def __init__(self, most: Sequence[int]) -> None:
+        self.is_enabled = True
         self._most = list(most)
         self._ks = sorted(set(self._most) | {0}, reverse=True)
         self._reached, self._right = np.full((2, self._ks[0]), PRIOR_TOKENS)
@@ -57,7 +61,7 @@ class MeasuredSchedule:
     def choose(self, num_requests: int) -> int:
         """The K with most tokens per second, or one about which too little is known. O(K)."""
         most = self._most[num_requests]
-        if most == 0:
+        if most == 0 or not self.is_enabled:
             return 0
         size = self._size(num_requests)
         size.num_steps += 1

@@ -63,6 +63,7 @@ HOOKS = (
     Hook("vllm.v1.engine.llm_engine", "LLMEngine", "__init__", hooks.init_engine),
     Hook("vllm.v1.engine.async_llm", "AsyncLLM", "__init__", hooks.init_engine),
     Hook("vllm.v1.engine.core", "EngineCore", "_initialize_kv_caches", hooks.initialize_kv_caches),
+    Hook("vllm.v1.engine.core", "EngineCore", "collective_rpc", hooks.collective_rpc),
     Hook(*_scheduler, "__init__", hooks.init_scheduler),
     Hook(*_scheduler, "update_from_output", hooks.update_from_output),
     Hook(*_runner_v1, "__init__", hooks.init_runner),

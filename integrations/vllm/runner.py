@@ -64,12 +64,12 @@ class RunnerAdapter:
     @property
     def wants_features(self) -> bool:
         """Whether what the target sees is of use to the drafter."""
-        return self._drafter_wants_features and self.session is not None and self.session.enabled
+        return self._drafter_wants_features and self.session is not None and self.session.is_learning
 
     @property
     def wants_rejected_targets(self) -> bool:
         """Whether what the target samples after rejected drafts is of use to the drafter."""
-        return self._drafter_wants_rejected and self.session is not None and self.session.enabled
+        return self._drafter_wants_rejected and self.session is not None and self.session.is_learning
 
     def compile_kernels(self) -> None:
         """Called before vLLM's own warm-up."""
@@ -120,7 +120,7 @@ class RunnerAdapter:
         version = self.weights.begin_step()
         if version is not None and self.session is not None:
             self.session.begin_policy_version(version)
-        if self.session is None or self.session.enabled:
+        if self.session is None or self.session.is_learning:
             self.clock.start()
 
     def on_scheduled(self, scheduled: Any) -> None:

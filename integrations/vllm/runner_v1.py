@@ -76,7 +76,7 @@ class _Uncounted(NamedTuple):
     is_counted: NDArray[np.bool_]  # [B], False for chunks of prompts
     num_draft_tokens: list[int]
     copy: HostCopy  # accepted drafts and broken rows, [B] each; targets [N] and features, as the drafter wants
-    is_drafted: bool  # whether the drafter is to know of it
+    is_learnt: bool  # whether the drafter is to know of it
     has_targets: bool
 
 
@@ -191,7 +191,7 @@ class RunnerAdapterV1(RunnerAdapter):
                 tensors = _pad_rows(tensors, num_draft_tokens, result.output_token_ids.shape[1])
         sampled = _emitted(result)  # launched before the host indexes
         self.clock.stop()
-        if self.session is not None and self.session.enabled:
+        if self.session is not None and self.session.is_learning:
             self.session.update_index()  # before anything waits for the device; `draft` reads the outcome
         elif not self._runner.use_async_scheduling:
             self.count_last_verification()
@@ -199,7 +199,7 @@ class RunnerAdapterV1(RunnerAdapter):
 
     def _book(self, batch: _Batch, layout: Layout, result: VerifyResult, num_draft_tokens: list[int]) -> None:
         """Copy what became of the drafts to the host, and tell a model drafter where the next tokens will be."""
-        is_drafted = self.session is not None and self.session.enabled
+        is_learnt = self.session is not None and self.session.is_learning
         has_targets = self.wants_rejected_targets
         wanted = [result.num_accepted, result.num_broken_rows]
         if has_targets:
@@ -209,7 +209,7 @@ class RunnerAdapterV1(RunnerAdapter):
         discarded = self._runner.discard_request_mask.np  # prefill chunks: nothing is sampled after them
         is_counted = ~discarded[: len(batch.req_ids)]
         self._outcome = _Uncounted(
-            batch.req_ids, is_counted, num_draft_tokens, HostCopy(wanted), is_drafted, has_targets
+            batch.req_ids, is_counted, num_draft_tokens, HostCopy(wanted), is_learnt, has_targets
         )
         if self.model_drafter is not None:
             first_positions = layout.position.index_select(0, layout.starts[:-1])
@@ -291,7 +291,7 @@ class RunnerAdapterV1(RunnerAdapter):
         raise_if_broken(broken, outcome.req_ids)
         verified = np.array(outcome.num_draft_tokens, np.int64)
         self.stats.record(verified[outcome.is_counted], accepted[outcome.is_counted])
-        if not outcome.is_drafted:
+        if not outcome.is_learnt:
             return None
         starts = np.zeros(verified.size + 1, np.int64)
         (verified + 1).cumsum(out=starts[1:])
@@ -386,8 +386,8 @@ class RunnerAdapterV1(RunnerAdapter):
         session, size = self.session, is_sampled.size
         assert session is not None
         verification = self.count_last_verification()
-        if not session.enabled or verification is None:
-            if session.broken and model is not None:  # history is lost, the model is not
+        if verification is None:
+            if not session.is_learning and model is not None:  # history is lost, the model is not
                 listed = zip(is_sampled.tolist(), model.token_ids.tolist(), strict=True)
                 return [tokens if sampled else [] for sampled, tokens in listed]
             return [[] for _ in range(size)]
@@ -396,7 +396,7 @@ class RunnerAdapterV1(RunnerAdapter):
         rows = session.rows_of([batch.req_ids[row] for row in batch_rows.tolist()])
         proposed: list[list[int]] = [[] for _ in range(size)]
         if not (rows >= 0).all():
-            if model is not None:  # whose drafts need no history
+            if model is not None and session.enabled:  # whose drafts need no history
                 for row in batch_rows[rows < 0].tolist():
                     proposed[row] = model.token_ids[row].tolist()
             batch_rows, rows = batch_rows[rows >= 0], rows[rows >= 0]

@@ -464,7 +464,7 @@ class HistorySpeculator(BaseSpeculator):
         """Copy the outcome to the host, the step's only wait for the device, and draft with the session.
 
         Returns:
-            (rows of the batch, int64 [R]; their drafts). None while the session is switched off.
+            (rows of the batch, int64 [R]; their drafts). None once the drafter has raised.
         """
         result, starts, size = outcome.result, outcome.starts.astype(np.int64), len(outcome.req_ids)
         session, adapter = self.session, self._runner.rollout_spec
@@ -486,7 +486,7 @@ class HistorySpeculator(BaseSpeculator):
         batch_rows = np.flatnonzero(num_new)  # not the chunks of prompts
         verified = np.diff(starts) - 1
         session.stats.record(verified[batch_rows], accepted[batch_rows])
-        if not session.enabled:
+        if not session.is_learning:
             return None
         rows = session.rows_of([outcome.req_ids[row] for row in batch_rows.tolist()])
         if not (rows >= 0).all():

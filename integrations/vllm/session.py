@@ -55,7 +55,8 @@ class Session:
         engine_history: Keeps history beyond this engine; None without `history_dir`.
         budget: Decides how much of each draft is verified. None: all of it.
         num_speculative_tokens: K, the most tokens drafted per request and step.
-        enabled: Whether anything is drafted.
+        enabled: Whether anything is drafted. Also while nothing is, history grows.
+        is_learning: Whether it does: on the host no longer once the drafter has raised.
         enable_adaptive_verification: Whether vLLM cuts drafts on the device, by its name for it.
     """
 
@@ -68,6 +69,7 @@ class Session:
     budget: Budget | None = None
     num_speculative_tokens: int
     enabled: bool = True
+    is_learning: bool = True
     enable_adaptive_verification: bool = False
     _has_lost_model = False
 
@@ -226,7 +228,6 @@ class HostSession(Session):
 
     Attributes: those of `Session`, and
         drafting: The drafter and its budget, step by step.
-        broken: Whether the drafter has raised, after which nothing is indexed or drafted.
 
     Args:
         share_from_first_rank: Returns the first rank's object on every rank, as all must draft alike. None for a single
@@ -268,7 +269,6 @@ class HostSession(Session):
         self._keywords = {"num_known", "own_only"} & inspect.signature(drafter.start_request).parameters.keys()
         self.problems = Problems(getattr(drafter, "max_history_tokens", None))
         self.live: dict[str, LiveRequest] = {}
-        self.broken = False
         self.num_speculative_tokens = config.max_draft_tokens
         self._config = config
         self._share_from_first_rank = share_from_first_rank
@@ -287,9 +287,9 @@ class HostSession(Session):
     # -- which requests are alive ------------------------------------------------------------------------------------
 
     def start_requests(self, requests: Iterable[Any]) -> None:
-        """See `Session`. While it is not enabled, none is started; nor are prompts of embeddings ever."""
+        """See `Session`. Prompts of embeddings are not started."""
         with_tokens = [request for request in requests if request.prompt_token_ids is not None]
-        if with_tokens and self.enabled:
+        if with_tokens and self.is_learning:
             started = time.perf_counter()
             for request in with_tokens:
                 self._ask(lambda: self._start(request))  # noqa: B023
@@ -311,8 +311,10 @@ class HostSession(Session):
 
     def num_live_requests(self) -> int:
         """See `Session`; 0 once the drafter has raised."""
+        if not self.is_learning:
+            return 0
         rows = [live.row for live in self.live.values()]
-        return 0 if self.broken else int(np.count_nonzero(~self.drafter.table.arrays.is_complete[rows]))
+        return int(np.count_nonzero(~self.drafter.table.arrays.is_complete[rows]))
 
     def _start(self, request: Any) -> None:
         """Show the drafter a request, if it is new."""
@@ -321,8 +323,6 @@ class HostSession(Session):
             if self.live[req_id].conversation.length == prompt.size:
                 return  # V2's scheduler starts preempted requests anew
             self._stop(req_id)  # a streaming session goes on with a longer prompt: as good as a new request
-        elif len(request.prefill_token_ids or ()) > prompt.size:
-            return  # it began while the session was off, and V2 resumes it after a preemption
         conversation = self.begin_conversation(request, prompt)
         is_seeded = params.temperature > 0 and self._config.verify == "sample"
         problem_id, own_only = conversation.problem_id, request_options(params.extra_args).own_only
@@ -380,7 +380,7 @@ class HostSession(Session):
 
         Returns:
             The drafts of the requests in `sampled.rows`; `lengths` is how many tokens of each to verify. None of any
-            once the drafter has raised.
+            while drafts are off, and once the drafter has raised.
 
         Raises:
             Exception: what the drafter raised, under tensor parallelism: the other ranks would go on drafting, and
@@ -394,6 +394,8 @@ class HostSession(Session):
             self.stats.emitted_tokens -= learned.num_sampled - learned.num_emitted  # all were counted
             self._time_step(started, began, num_tokens, sampled.rows.size, learned)
             # The median and not the mean: steps of the mean's size may never occur, so that their cost is not known.
+            if not self.enabled:
+                learned = learned._replace(chosen=learned.chosen[:0], room=learned.room[:0])
             next_tokens = learned.num_live + (median_high(self._prompt_tokens) if self._prompt_tokens else 0)
             drafts = self.drafting.draft(
                 sampled.rows,
@@ -412,18 +414,18 @@ class HostSession(Session):
 
     def wants_model(self) -> bool:
         """Whether a model shall draft at the end of this step; alone, once the drafter from history has raised."""
-        return self.enabled or self.broken
+        return self.enabled or not self.is_learning
 
     def update_index(self) -> None:
         """Do the last step's work that could wait. Called while the device computes. Raises like `draft`."""
-        if self.enabled:
+        if self.is_learning:
             started = time.perf_counter()
             self._ask(self.drafter.update_index)
             self.stats.index_seconds += time.perf_counter() - started
 
     def exchange_history(self) -> None:
         """See `Session`."""
-        if self.engine_history is not None and self.enabled:
+        if self.engine_history is not None and self.is_learning:
             started = time.perf_counter()
             super().exchange_history()
             self.stats.index_seconds += time.perf_counter() - started
@@ -442,25 +444,22 @@ class HostSession(Session):
     # -- on and off --------------------------------------------------------------------------------------------------
 
     def set_enabled(self, enabled: bool) -> None:
-        """Index and draft from now on, or no longer: what live requests have said so far is all that is kept of them.
+        """See `Session`.
 
         Raises:
             RuntimeError: the drafter has raised, and stays off.
         """
-        if enabled and self.broken:
+        if enabled and not self.is_learning:
             raise RuntimeError(
                 "speculation stays off in this engine, because its drafter has raised: see the log for the cause, and "
                 "build the engine again"
             )
         super().set_enabled(enabled)
-        if not enabled:
-            self._last_call = None
-            self._ask(self._stop_all)
 
     def close(self) -> None:
         """See `Session`. Also once the drafter has raised."""
         try:
-            if self.engine_history is not None and not self.broken:
+            if self.engine_history is not None and self.is_learning:
                 self._stop_all()  # the last step may have ended some; others keep what they said
             super().close()
         except Exception as error:
@@ -468,7 +467,7 @@ class HostSession(Session):
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         """Call the drafter outside of `draft`. If it raises, switch it off and return None, as from then on."""
-        if self.broken:
+        if not self.is_learning:
             return None
         try:
             return call()
@@ -483,7 +482,7 @@ class HostSession(Session):
         """
         if self._share_from_first_rank is not None:
             raise error
-        self.enabled, self.broken = False, True
+        self.enabled = self.is_learning = False
         if self.engine_history is not None:
             self.engine_history.end_requests()
         self.stats.drafter_errors += 1

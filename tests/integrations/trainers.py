@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from rollout_spec import RolloutSpecGenerator
+from rollout_spec.integrations.vllm.requests import without_history
 from tests.integrations.engines import every_draft
 
 FP32 = {"dtype": "float32", "enforce_eager": True, "num_gpu_blocks_override": 300}
@@ -35,7 +36,10 @@ class Compared(RolloutSpecGenerator):
     def generate(self, prompts, sampling_params, *args, **kwargs):
         outputs = super().generate(prompts, sampling_params, *args, **kwargs)
         self.enabled = False
-        again = super().generate(prompts, sampling_params, *args, **kwargs)
+        plain = [params.clone() for params in sampling_params]
+        for params in plain:  # what is sampled again leaves no history
+            params.extra_args = without_history(params.extra_args)
+        again = super().generate(prompts, plain, *args, **kwargs)
         self.enabled = True
         for ours, plain in zip(outputs, again, strict=True):
             for a, b in zip(ours.outputs, plain.outputs, strict=True):

@@ -69,7 +69,7 @@ def run_a_session(config):
                 ended = []
             session.drafter.begin_policy_version(turn + 1)
         session.drafter.stop_request(next(iter(session.live)), keep=False)
-        assert not session.broken
+        assert session.is_learning
     for temperature in (0.0, 1.0):
         for dtype in (torch.float32, torch.bfloat16):
             for lengths in ([0], [2, 0, 3]):

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.request import RequestStatus
 
 from rollout_spec.noise import host as noise
 from tests.conftest import VOCAB_SIZE
@@ -89,7 +88,6 @@ class Rollout:
         token_ids, logprobs, text: What the caller got.
         sampled: What the engine was seen to have sampled for it.
         is_whole: Whether that is all.
-        is_followed: Whether the drafter has been on since the rollout was first scheduled.
         is_comparable: Whether the other engine can go on from `start`.
     """
 
@@ -105,7 +103,6 @@ class Rollout:
     stop_reason: int | str | None = None
     sampled: list[int] = field(default_factory=list)
     is_whole: bool = False
-    is_followed: bool = True
     is_comparable: bool = True
 
     @property
@@ -270,7 +267,6 @@ class EngineLife(RuleBasedStateMachine):
         """Switch drafting off or on."""
         self.on.collective_rpc("rollout_spec", args=("set_enabled", is_on))
         self.is_on = is_on
-        self._note_unfollowed()
 
     @rule(after=st.integers(0, 4), variant=st.integers(0, 3), how=st.sampled_from(CHANGED))
     def update_weights(self, after: int, variant: int, how: str) -> None:
@@ -338,7 +334,6 @@ class EngineLife(RuleBasedStateMachine):
             of_request = [r for r in self.rollouts if r.request_id == output.request_id]
             for completion in output.outputs:
                 of_request[completion.index].receive(completion)
-        self._note_unfollowed()
         self.grown = set()
         for inner_id, rollout in list(self.waiting.items()):
             request = self.scheduler.requests.get(inner_id)
@@ -371,12 +366,6 @@ class EngineLife(RuleBasedStateMachine):
         """Note what has been sampled."""
         for rollout in self.waiting.values():
             rollout.sampled = list(self.scheduler.requests[rollout.inner_id].output_token_ids)
-
-    def _note_unfollowed(self) -> None:
-        """Rollouts that are scheduled while drafting is off are not shown to the drafter later either."""
-        for inner_id, rollout in self.waiting.items():
-            request = self.scheduler.requests.get(inner_id)
-            rollout.is_followed &= self.is_on or (request is not None and request.status == RequestStatus.WAITING)
 
     def _clear(self) -> None:
         """End what a life that has failed has left, and begin with the first weights."""
@@ -478,7 +467,7 @@ class Watch:
             options = (rollout.params.extra_args or {}).get("rollout_spec", {})
             said, keep = self._stopped.pop(rollout.inner_id, ([], False))
             assert keep == (bool(said) and options.get("keep_in_history", True))
-            if rollout.is_followed and rollout.is_whole:
+            if rollout.is_whole:
                 assert said[: len(rollout.sampled)] == rollout.sampled
                 assert len(said) <= len(rollout.sampled) + rollout.max_surplus
             else:

@@ -153,6 +153,21 @@ def test_k_may_change_from_step_to_step(tiny_model, off, reference_model, monkey
     assert any(seconds is not None for *_, seconds in told)
 
 
+def test_while_nothing_is_drafted_nothing_is_verified_and_all_is_learnt(tiny_model, reference_model):
+    llm = build_on_device(tiny_model, budget=True)
+    lengths, params = lengths_of_drafts(llm), mixed_params(3, 6, temperature=1.0, **{**PLAIN, "max_tokens": 20})
+    llm.collective_rpc("rollout_spec", args=("set_enabled", False))
+    generate(llm, params, prompts_of(params))
+    assert {length for of_step in lengths for length in of_step} == {0}
+    num_checked, num_unknown = check_features(rollouts_of(llm), reference_model, 1.0)
+    assert num_checked > 20
+    assert num_unknown == 0
+    llm.collective_rpc("rollout_spec", args=("set_enabled", True))
+    generate(llm, params, prompts_of(params))
+    assert any(length for of_step in lengths for length in of_step)
+    assert stats_of(llm)["accepted_tokens"] > 0
+
+
 def test_synchronous_scheduling_keeps_the_ranges(tiny_model):
     """vLLM verifies as many drafts as there are then, whatever its schedule says."""
     llm = build_on_device(tiny_model, budget=True, async_scheduling=False)

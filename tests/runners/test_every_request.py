@@ -122,17 +122,13 @@ def test_to_the_models_length(engines, off, reference_model, name):
 
 @pytest.mark.parametrize("name", DRAFTING)
 def test_switched_off_and_on_again(engines, off, reference_model, name):
-    """Within rollouts and between them. A drafter on the host keeps what was sampled before; on the device, all."""
+    """Within rollouts and between them. All that is sampled is kept."""
     llm, asked = engines[name], params(3)
     prompts = prompts_of(asked)
     expected, known = generate(off, asked, prompts), len(kept_by(llm))
     ours = switching_off_and_on(llm, asked, prompts, [range(2, 4)])
     assert_same(ours, expected, prompts, asked, reference_model)
-    whole, kept = tokens_of(expected), kept_by(llm)[known:]
-    if name == "device":
-        assert not Counter(whole) - Counter(kept)
-    elif name != "adversary":  # which is told of `LAST`, too
-        assert all(any(tokens[: len(part)] == part for tokens in whole) for part in kept)
+    assert not Counter(tokens_of(expected)) - Counter(kept_by(llm)[known:])
     for enabled in (False, True):
         llm.collective_rpc("rollout_spec", args=("set_enabled", enabled))
         before = stats_of(llm)["draft_tokens"]
@@ -143,7 +139,7 @@ def test_switched_off_and_on_again(engines, off, reference_model, name):
 
 @pytest.mark.parametrize("name", LEARNING)
 def test_the_drafter_is_told_what_the_target_saw(engines, reference_model, name):
-    """Of what is sampled while it is off, nothing is known."""
+    """Also of what is sampled while nothing is drafted."""
     llm, same = engines[name], {"temperature": 0.7, **PLAIN}
     known = len(rollouts_of(llm))
     generate(llm, mixed_params(8, 3, max_tokens=20, **same), [[1, *range(4, 4 + 7 * (i % 3)), 9] for i in range(8)])
@@ -154,10 +150,8 @@ def test_the_drafter_is_told_what_the_target_saw(engines, reference_model, name)
     asked = params(8, 3, **same)
     switching_off_and_on(llm, asked, prompts_of(asked), [range(4, 7)])
     num_checked, num_unknown = check_features(rollouts_of(llm)[known + len(found) :], reference_model, 0.7)
-    assert num_checked > 10
-    assert (num_unknown > 3) == (name in ("device", "model") and IS_V2), (
-        "of what is sampled while it is off, the host keeps nothing"
-    )
+    assert num_checked > 40
+    assert num_unknown == 0
 
 
 def test_indexing_while_the_device_computes(engines, off, reference_model, monkeypatch):

@@ -65,8 +65,8 @@ class Engine:
         return self.generate(messages, sampling_params)
 
 
-def a_controller(**options):
-    return EngineController(RolloutSpecConfig(**options), logprob_tolerance=math.inf)
+def a_controller(*, compare_every=None, **options):
+    return EngineController(RolloutSpecConfig(**options), logprob_tolerance=math.inf, compare_every=compare_every)
 
 
 def an_attached_controller(**options):
@@ -176,3 +176,58 @@ def test_an_engine_without_the_plugin():
     with pytest.raises(RuntimeError, match="VLLM_PLUGINS"):
         controller.attach(Bare())
     assert controller.llm is None
+
+
+def switched(llm):
+    return [call for call in llm.calls if call[0] == "set_enabled"]
+
+
+def test_every_third_generation_has_no_drafts_and_evaluations_do_not_count():
+    controller, llm = an_attached_controller(compare_every=3)
+    for number in range(9):
+        controller.evaluating = number == 1
+        llm.generate(["a", "b"], Params())
+        assert controller.enabled
+    off = [index for index, call in enumerate(llm.calls) if call == ("set_enabled", False)]
+    assert switched(llm) == [("set_enabled", False), ("set_enabled", True)] * 2
+    assert [sum(isinstance(call, list) for call in llm.calls[:index]) for index in off] == [3, 6]
+    metrics = controller.take_metrics()
+    assert metrics["rollout_spec/measured_generations"] == 2
+    low, speedup, high = (metrics[f"rollout_spec/measured_speedup{name}"] for name in ("_low", "", "_high"))
+    assert low <= speedup <= high
+
+
+def test_while_the_user_has_switched_drafts_off_nothing_is_compared():
+    controller, llm = an_attached_controller(compare_every=3)
+    controller.enabled = False
+    for _ in range(5):
+        llm.generate(["a"], Params())
+    assert switched(llm) == [("set_enabled", False)]
+    assert controller.measured() is None
+
+
+def test_a_drafter_that_raises_meanwhile_ends_the_comparison_and_not_the_run(caplog):
+    _, llm = an_attached_controller(compare_every=3)
+    answer = llm.collective_rpc
+
+    def collective_rpc(method, args):
+        if args == ("set_enabled", True):
+            raise RuntimeError("speculation stays off in this engine")
+        return answer(method, args)
+
+    llm.collective_rpc = collective_rpc
+    for _ in range(4):
+        llm.generate(["a"], Params())
+    assert "nothing more is compared: speculation stays off" in caplog.text
+    assert switched(llm) == [("set_enabled", False)]
+
+
+@pytest.mark.parametrize("value", [2, 0, 3.5, True, "4"])
+def test_bad_values_are_refused(value):
+    with pytest.raises((TypeError, ValueError), match="compare_every"):
+        EngineController(RolloutSpecConfig(), compare_every=value)
+
+
+def test_without_speculation_there_is_nothing_to_compare():
+    with pytest.raises(ValueError, match="compare_every compares with drafts"):
+        EngineController(RolloutSpecConfig(speculation=False), compare_every=4)

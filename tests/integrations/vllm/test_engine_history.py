@@ -68,7 +68,7 @@ def test_a_drafter_that_raises_in_the_end_keeps_nothing_from_being_written(tiny_
     monkeypatch.setattr(session.drafter, "take_recorded", lambda **options: 1 / 0)
     session.close()
     assert len(rollouts_in(tmp_path / "history")) == 3
-    assert session.broken
+    assert not session.is_learning
 
 
 def test_a_resumed_trainer_drafts_from_what_was_sampled_before(tiny_model, tmp_path):

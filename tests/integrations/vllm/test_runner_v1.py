@@ -45,6 +45,7 @@ class Runner:
         session = SimpleNamespace(
             stats=SpeculationStats(),
             enabled=True,
+            is_learning=True,
             drafter=SimpleNamespace(wants_rejected_targets=wants_rejected_targets),
             set_enabled=lambda enabled: None,
             update_index=Mock(),

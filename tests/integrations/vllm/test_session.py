@@ -93,7 +93,7 @@ def advance(
     session.finish_requests(ended, ())
     requests = requests or {req_id: a_request((7, len(req_id))) for req_id in tokens}
     schedule(session, {req_id: request for req_id, request in requests.items() if req_id in tokens})
-    if not session.enabled:
+    if not session.is_learning:
         return {req_id: [] for req_id in tokens}
     outcomes = {req_id: Outcome([0], 0, o) if isinstance(o, int) else o for req_id, o in (outcomes or {}).items() if o}
     followed = session.rows_of(list(tokens))
@@ -249,7 +249,7 @@ def test_a_drafter_that_raises_ends_speculation_or_where_other_ranks_go_on_the_r
     drafts = go_through_a_life()
     if method not in ("stop_request", "output_of", "begin_policy_version"):
         assert not any(step.get("a") for step in drafts[1:])
-    assert (session.broken, session.stats.drafter_errors, session.num_live_requests()) == (True, 1, 0)
+    assert (session.is_learning, session.stats.drafter_errors, session.num_live_requests()) == (False, 1, 0)
     assert session.wants_model(), "the model drafts alone"
     with pytest.raises(RuntimeError, match="its drafter has raised"):
         session.set_enabled(True)
@@ -276,7 +276,7 @@ def num_timed(session):
 
 
 def test_steps_are_timed_but_not_what_lies_between_two_generations():
-    """Nor the first step, which began before the engine was watched, nor those in which it was switched off."""
+    """Nor the first step, which began before the engine was watched."""
     session = a_session()
     advance(session, {"a": [1]}, step_tokens=3)
     assert num_timed(session) == 0
@@ -286,16 +286,12 @@ def test_steps_are_timed_but_not_what_lies_between_two_generations():
     assert session.stats.steps_by_batch == [], "prompts were read in it"
     advance(session, {"a": [1]})
     assert (session.stats.steps_by_batch, session.stats.tokens_by_batch) == ([1], [1])
-    timed, seconds = num_timed(session), sum(session.stats.seconds_by_batch)
+    timed = num_timed(session)
     advance(session, {"b": [3]}, ended=["a"])
+    assert num_timed(session) == timed
     session.set_enabled(False)
     assert advance(session, {"b": [1]}) == {"b": []}
-    assert (requests_of(session).num_offered == -1).all(), "drafts of before are forgotten"
-    session.set_enabled(True)
-    advance(session, {"b": [1]})
-    assert (num_timed(session), sum(session.stats.seconds_by_batch)) == (timed, seconds)
-    advance(session, {"b": [3]})
-    assert num_timed(session) == timed + 1
+    assert num_timed(session) == timed + 1, "steps without drafts are what others are compared with"
 
 
 @pytest.mark.parametrize(
@@ -342,19 +338,18 @@ def test_rejected_targets_reach_a_drafter_that_looks_ahead():
 
 
 def test_switched_off_in_mid_flight_and_on_again():
-    """Requests of before keep what they have said, and are not drafted for any more."""
+    """Nothing is drafted meanwhile, and what is sampled is learnt."""
     session = a_session(budget=False)
     request = a_request((7, 8))
     advance(session, {"a": [11, 12, 13]}, requests={"a": request})
     session.set_enabled(False)
-    advance(session, {"a": [14]}, requests={"a": request})
+    assert advance(session, {"a": [14], "c": [11, 12]}, requests=dict.fromkeys("ac", request)) == {"a": [], "c": []}
     session.set_enabled(True)
-    resumed = a_request((7, 8))
-    resumed.prefill_token_ids = [7, 8, 11, 12, 13, 14]
-    schedule(session, {"a": resumed})  # in V2, after a preemption
-    assert session.rows_of(["a"]).tolist() == [-1]
-    assert advance(session, {"b": [11]}, requests={"b": request}) == {"b": [12, 13]}
-    session.finish_requests(["a", "b"], ())
+    assert advance(session, {"b": [11], "c": [13]}, requests=dict.fromkeys("bc", request)) == {
+        "b": [12, 13, 14],
+        "c": [14],
+    }
+    session.finish_requests(["a", "b", "c"], ())
     assert session.num_live_requests() == 0
 
 
@@ -614,9 +609,6 @@ def test_history_counts_the_requests_that_are_live_of_each_problem(tmp_path):
     requests["d"].prompt_token_ids = None
     one, two = (problem_of_prompt(prompt) for prompt in ((1, 2), (3, 4)))
     session.set_enabled(False)
-    schedule(session, {"a": requests["a"]})
-    assert live_in_history(session) == {}
-    session.set_enabled(True)
     for _ in range(2):  # in vLLM's V2 runner again after a preemption
         schedule(session, requests)
         assert live_in_history(session) == {one: 2, two: 1}

@@ -1,0 +1,61 @@
+"""`compare_every`: which generations are compared with which, and what is said of it. See also test_controller.py."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from rollout_spec.doctor import summary
+from rollout_spec.integrations.trainers.comparison import Comparison
+
+
+def compare(comparison, generations):
+    """(requests, tokens, seconds) of each."""
+    for generation in generations:
+        comparison.observe(*generation)
+    return comparison.measured()
+
+
+def test_each_generation_without_drafts_is_compared_with_both_its_neighbours():
+    comparison = Comparison(3)
+    assert [comparison.is_plain or comparison.observe(8, 1, 1.0) for _ in range(3)] == [None, None, True]
+    # Time per token 1, 1, [4], 4: the machine has become slower meanwhile.
+    measured = compare(Comparison(3), [(8, 10, 10.0), (8, 20, 20.0), (8, 10, 40.0), (8, 10, 40.0)])
+    assert measured == (pytest.approx(2.0), None, None, 1)
+
+
+@pytest.mark.parametrize("odd", range(3))
+def test_generations_with_other_numbers_of_requests_are_not_compared(odd):
+    generations = [(8, 10, 1.0)] * 3
+    generations[odd] = (9, 10, 1.0)
+    assert compare(Comparison(3), [(8, 10, 1.0), *generations]) is None
+    nothing = [(8, 10, 1.0)] * 3
+    nothing[odd] = (0, 0, 1.0)
+    assert compare(Comparison(3), [(8, 10, 1.0), *nothing]) is None
+
+
+@pytest.mark.parametrize("every", [3, 5])
+def test_the_interval_has_the_true_value_in_nine_of_ten_runs(every):
+    """Also where the machine changes slowly."""
+    rng, right, runs = np.random.default_rng(0), 0, 400
+    for _ in range(runs):
+        comparison, drift = Comparison(every), rng.normal(0, 0.02)
+        for number in range(every * 6 + 1):
+            seconds = math.exp(rng.normal(0, 0.1) + drift * number) * (1.7 if comparison.is_plain else 1.0)
+            comparison.observe(8, 1, seconds)
+        measured = comparison.measured()
+        assert measured.generations == 6
+        right += measured.low <= 1.7 <= measured.high
+    assert 0.86 < right / runs < 0.94
+
+
+def test_the_doctor_leads_with_what_was_measured():
+    stats = {"tokens_per_step": 2.0, "draft_tokens": 10, "acceptance_rate": 0.5}
+    stats |= {
+        f"{name}_by_batch": [] for name in ("steps", "requests", "seconds", "tokens", "draft_tokens", "draft_seconds")
+    }
+    measured = {"speedup": 1.9, "low": 1.8, "high": 2.0, "generations": 7}
+    said = summary({"stats": stats, "measured": measured, "budget": None})
+    assert said.startswith("1.90 times as fast (1.80 to 2.00) with drafts as without, measured in 7 generations; 2.00")
