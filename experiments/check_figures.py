@@ -72,7 +72,8 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     first = [len(demos), *(sum(fields(demos, name)) for name in ("rollouts_identical", "rollouts_total"))]
     first += [*fields(demos, "generation_speedup"), *fields(engines, "speedup"), *fields(drafts, "tokens_per_step")]
     first += fields(run, "stock_over_on_per_token", "identical", "rollouts")
-    trl, phases = read("bench_trl"), read("modes_simulated", benchmark="modes/phases")
+    trl = [row for row in read("bench_trl") if "H100" in row["device"]]
+    phases = read("modes_simulated", benchmark="modes/phases")
     first += [*fields(trl, "times_as_fast", "identical", "rollouts"), *on_gpu(phases)]
     yield "| What | Ran on ", [*trl, *phases, *demos, *engines, *run, *drafts], first
     rows = read("real_policy/run_features", benchmark="real_policy/epoch")

@@ -6,8 +6,7 @@ As TRL is used there: bfloat16, the engine in the trainer's process, asleep whil
 the demo's with two heads, which GPUs' attention kernels take; its warm start takes three minutes on a CPU, unless
 FOLDER has one. The same seeds give the same rollouts with drafts, but for those in which rounding decides. Rollouts
 without drafts leave no history. With `--compare-every` nothing is generated twice, and the row has what the callback
-measured. While drafts are off, an engine with the device drafter and without adaptive
-verification verifies token 0.
+measured.
 """
 
 from __future__ import annotations

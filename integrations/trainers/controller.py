@@ -54,8 +54,8 @@ class EngineController:
         llm_kwargs: More keyword arguments for the `vllm.LLM` that the trainer builds, e.g. `{"dtype": "float32"}`.
         logprob_tolerance: Largest mean absolute difference of log-probabilities at the first generation. None: 1e-4
             where engine and trainer compute in float32, 5e-2 otherwise. `math.inf` switches the check off.
-        compare_every: n, 3 or more: sample every n-th generation without drafts, which gives the same rollouts, and measure what
-            drafts gain. That costs at most 1/n of the gain. None: not measured.
+        compare_every: n, 3 or more: sample every n-th generation without drafts, which gives the same rollouts, and
+            measure what drafts gain. That costs at most 1/n of the gain. None: not measured.
 
     Attributes:
         llm: The engine, once it is attached.
