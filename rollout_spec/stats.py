@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -22,8 +23,8 @@ class SpeculationStats:
         num_drafts: Request-steps with at least one drafted token.
         draft_tokens, accepted_tokens: Verified and accepted drafted tokens.
         emitted_tokens: Tokens that requests got, accepted ones included. Only a drafter on the host knows where they
-            end; without one, or while it is switched off, what was sampled past the end counts, too, and
-            what was past a stop string always does.
+            end; without one, or once it has raised, what was sampled past the end counts, too, and what was past a
+            stop string always does.
         drafter_errors: Exceptions that the drafter raised; the first one switches it off.
         draft_seconds: Time on the host for learning outcomes, drafting, and deciding how much is verified.
         index_seconds: Time on the host for indexing what was sampled while the device computed.
@@ -104,7 +105,15 @@ class SpeculationStats:
     @classmethod
     def between(cls, earlier: Mapping[str, Any], later: Mapping[str, Any]) -> SpeculationStats:
         """What happened between two `to_dict` results of one engine."""
-        return cls(**{name: _difference(later[name], earlier[name]) for name in cls.__slots__})
+        return cls(**{name: _entry_by_entry(operator.sub, later[name], earlier[name]) for name in cls.__slots__})
+
+    @classmethod
+    def total(cls, of_engines: Iterable[Mapping[str, Any]]) -> SpeculationStats:
+        """What several engines did, by their `to_dict` results."""
+        sums = cls().to_dict()
+        for stats in of_engines:
+            sums = {name: _entry_by_entry(operator.add, sums[name], stats[name]) for name in cls.__slots__}
+        return cls(**{name: sums[name] for name in cls.__slots__})
 
     def to_dict(self) -> dict[str, Any]:
         """Counters and derived rates as plain data."""
@@ -134,8 +143,8 @@ def _add(counts: list[Any], place: int, value: float) -> None:
     counts[place] += value
 
 
-def _difference(later: Any, earlier: Any) -> Any:
-    """Entry by entry where they are lists; the earlier one may be shorter."""
-    if isinstance(later, list):
-        return [x - y for x, y in zip_longest(later, earlier, fillvalue=0)]
-    return later - earlier
+def _entry_by_entry(combine: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
+    """Of numbers, or of lists of them, the shorter of which goes on with zeros."""
+    if isinstance(first, list):
+        return [combine(x, y) for x, y in zip_longest(first, second, fillvalue=0)]
+    return combine(first, second)

@@ -43,6 +43,8 @@ class Engine:
         name, *values = args
         if name == "stats":
             return [{**self._stats.to_dict(), "drafter_bytes": 5_000_000, "policy_version": 7}]
+        if name == "report":
+            return [{"device": "a stand-in"}]
         self.calls.append((name, *values))
         return [None]
 
