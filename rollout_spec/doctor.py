@@ -243,7 +243,8 @@ def summary(report: dict[str, Any]) -> str:
         times = f"{measured['speedup']:.2f} times as fast"
         if measured["low"] is not None:
             times += f" ({measured['low']:.2f} to {measured['high']:.2f})"
-        return f"{times} with drafts as without, measured in {measured['generations']} generations; {said}"
+        count = measured["generations"]
+        return f"{times} with drafts as without, measured in {count} generation{'s' * (count > 1)}; {said}"
     if whole is None:
         return f"{said}; what that saved is not known: no budget has taken steps without drafts to compare with"
     if whole.is_noisy:
