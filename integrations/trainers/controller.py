@@ -231,28 +231,35 @@ class EngineController:
         params = self._with_seeds(prompts, sampling_params)
         is_first = self.logprob_error is None
         unscored = logprob_check.ask_for_logprobs(params) if is_first else []
-        is_compared = self._comparison is not None and self._enabled and not self.is_evaluating()
-        is_plain = is_compared and self._comparison is not None and self._comparison.is_plain
-        if is_plain:
-            self._command("set_enabled", False)
-        started = time.perf_counter()
-        outputs = run(params, *args, **kwargs)
-        seconds = time.perf_counter() - started
-        if is_plain:
-            self._draft_again()
-        completions = [completion for output in outputs for completion in output.outputs]
-        num_tokens = sum(len(completion.token_ids) for completion in completions)
-        self._seconds += seconds
-        self._num_tokens += num_tokens
-        if self._engines.are_several:
-            self._engines.publish(self._progress())
-        if is_compared and self._comparison is not None:
-            self._comparison.observe(len(completions), num_tokens, seconds)
+        outputs = self._timed(functools.partial(run, params, *args, **kwargs))
         if is_first:
             engine, settings = self.llm.llm_engine.vllm_config.model_config, (self._autocast, self._logprob_tolerance)
             self.logprob_error = logprob_check.compare(self.model, engine, prompts, outputs, params, *settings)
         for completion in (completion for ordinal in unscored for completion in outputs[ordinal].outputs):
             completion.logprobs = completion.cumulative_logprob = None
+        return outputs
+
+    def _timed(self, run: Callable[[], Any]) -> Any:
+        """Generate, without drafts where that is to be compared, and count."""
+        comparison = self._comparison if self._enabled and not self.is_evaluating() else None
+        is_plain = comparison is not None and comparison.is_plain
+        if is_plain:
+            self._command("set_enabled", False)
+        started = time.perf_counter()
+        try:
+            outputs = run()
+            seconds = time.perf_counter() - started
+        finally:
+            if is_plain:
+                self._draft_again()
+        completions = [completion for output in outputs for completion in output.outputs]
+        num_tokens = sum(len(completion.token_ids) for completion in completions)
+        self._seconds += seconds
+        self._num_tokens += num_tokens
+        if comparison is not None:
+            comparison.observe(len(completions), num_tokens, seconds)
+        if self._engines.are_several:
+            self._engines.publish(self._progress())
         return outputs
 
     def _draft_again(self) -> None:

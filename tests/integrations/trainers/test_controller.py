@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -197,6 +198,16 @@ def test_every_third_generation_has_no_drafts_and_evaluations_do_not_count():
     assert metrics["rollout_spec/measured_generations"] == 2
     low, speedup, high = (metrics[f"rollout_spec/measured_speedup{name}"] for name in ("_low", "", "_high"))
     assert low <= speedup <= high
+
+
+def test_after_a_generation_that_fails_drafts_are_on_again():
+    controller, llm = an_attached_controller(compare_every=3)
+    for _ in range(2):
+        llm.generate(["a"], Params())
+    controller.generate = Mock(side_effect=MemoryError)
+    with pytest.raises(MemoryError):
+        llm.generate(["a"], Params())
+    assert switched(llm) == [("set_enabled", False), ("set_enabled", True)]
 
 
 def test_while_the_user_has_switched_drafts_off_nothing_is_compared():
