@@ -203,7 +203,7 @@ def collective_rpc(
     """Tell our schedule, too, whether anything is drafted: otherwise steps would verify K tokens 0 while it is not."""
     results = original(self, method, timeout, args, kwargs)
     schedule: Any = getattr(self.scheduler, "dynamic_sd_lookup", None)
-    if method == "rollout_spec" and args[0] == "set_enabled" and hasattr(schedule, "is_enabled"):
+    if method == "rollout_spec" and list(args[:1]) == ["set_enabled"] and hasattr(schedule, "is_enabled"):
         schedule.is_enabled = args[1]
     return results
 
