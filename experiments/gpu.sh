@@ -143,7 +143,7 @@ for stage in "${stages[@]}"; do
             ;;
         phase-*)
             command=("${phases[@]}" --shape "${kind#*-}")
-            command+=(--together --kv-gib 14)
+            command+=(--together --kv-gib 14 --step-times "$out/step_times_$name.csv")
             batches=${batches:-64,16,256}
             ;;
         model-*)

@@ -452,6 +452,20 @@ def of_drafts(before: dict[str, Any], after: dict[str, Any], *, on_host: bool) -
     }
 
 
+def write_step_times(path: Path, shape: str, context: int, rows: Sequence[dict[str, Any]]) -> None:
+    """The least median of steps whose requests have equally many draft tokens: other work makes some phases slow."""
+    least: dict[tuple[int, int], float] = {}
+    for row in rows:
+        for requests, tokens, _, ms in row["by_size"]:
+            k, rest = divmod(tokens - requests, requests)
+            if not rest:
+                least[k, requests] = min(ms, least.get((k, requests), ms))
+    with path.open("w") as file:
+        print("model,requests,context,num_speculative_tokens,median_ms", file=file)
+        for (k, requests), ms in sorted(least.items()):
+            print(shape, requests, context, k, ms, sep=",", file=file)
+
+
 def describe(row: dict[str, Any]) -> str:
     """A line of the table."""
     speedup = f"{row['times_as_fast']:6.2f}" if "times_as_fast" in row else "     -"
@@ -475,6 +489,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-seqs", type=int, help="default: the largest batch, at most 256")
     add_arguments(parser, MODES)
     parser.set_defaults(modes=list(DEFAULT_MODES))
+    parser.add_argument("--step-times", type=Path, help="write them here for `rollout-spec estimate --step-times`")
     parser.add_argument("--together", action="store_true", help="all engines at once, their phases in turns")
     parser.add_argument("--turns", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -512,6 +527,12 @@ def main(argv: list[str] | None = None) -> None:
         if baseline:
             row["times_as_fast"] = round(float(np.mean(baseline)) / row["seconds"], 3)
         append(args.out, {**about, **row})
+    if args.step_times is not None:
+        phases = [
+            rollout for size in sizes for n in range(len(PHASES)) for rollout in Phase(recorded, size, n).rollouts
+        ]
+        context = round(np.mean([r.prompt_token_ids.size + r.token_ids.size / 2 for r in phases]))
+        write_step_times(args.step_times, args.shape, context, rows)
     print(HEADER)
     for row in sorted(rows, key=lambda row: (row["batch"], row["phase"], args.modes.index(row["mode"]))):
         print(describe(row))
