@@ -63,7 +63,7 @@ small() {
     [[ $shape == tiny ]] || return
     case ${1%%-*} in
         check) echo --device cpu --trials 9 --vocab 40 ;;
-        trl) echo --steps 2 ;;
+        trl) echo --steps 2 --tokens 24 ;;
         device) echo --device cpu --batch 2 --resident 3000 --length 24 --repeats 1 ;;
         verify) echo --cells 2 --repeats 1 ;;
         start | phase | model) echo --dtype float32 --eager --batch 2 ;;

@@ -29,7 +29,7 @@ from rollout_spec import RolloutSpecGenerator
 from rollout_spec.integrations.vllm.requests import without_history
 from rollout_spec.stats import SpeculationStats
 
-NUM_PROBLEMS, GROUP_SIZE, MAX_MODEL_LEN, MAX_TOKENS = 16, 8, 448, 384
+NUM_PROBLEMS, GROUP_SIZE, MAX_MODEL_LEN = 16, 8, 448
 BATCHES = {"cuda": 64, "cpu": 16}
 
 
@@ -66,6 +66,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--policy", type=Path)
+    parser.add_argument("--tokens", type=int, default=384, help="most of a rollout")
     parser.add_argument("--compare-every", type=int)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -80,7 +81,7 @@ def main() -> None:
         generator = OffAndOn() if is_paired else RolloutSpecGenerator(compare_every=args.compare_every)
         config = GRPOConfig(
             output_dir=temporary, max_steps=args.steps, per_device_train_batch_size=BATCHES[device],
-            gradient_accumulation_steps=1, num_generations=GROUP_SIZE, max_completion_length=MAX_TOKENS,
+            gradient_accumulation_steps=1, num_generations=GROUP_SIZE, max_completion_length=args.tokens,
             temperature=1.0, learning_rate=1e-4, lr_scheduler_type="constant", beta=0.0, bf16=device == "cuda",
             use_cpu=device == "cpu", use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.1,
             vllm_enable_sleep_mode=device == "cuda", vllm_max_model_length=MAX_MODEL_LEN, save_strategy="no",
