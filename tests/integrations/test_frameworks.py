@@ -32,15 +32,11 @@ WANTED_WITH_SALTS = RolloutSpecConfig(num_speculative_tokens=8, ignore_cache_sal
 load_general_plugins()
 
 
-def block(framework, number=0):
-    """The text of a code block in a framework's section."""
+def block(framework):
+    """The text of the code block in a framework's section."""
     section = re.search(rf"^## {re.escape(framework)}\n(.*?)(?=^## |\Z)", DOCUMENT, re.DOTALL | re.MULTILINE).group(1)
-    return re.findall(r"^```\w+\n(.*?)^```", section, re.DOTALL | re.MULTILINE)[number]
-
-
-def overrides(framework, number=0):
-    """The `key=value` arguments of a command."""
-    return [word for word in shlex.split(block(framework, number)) if "=" in word]
+    (text,) = re.findall(r"^```\w+\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    return text
 
 
 def variable(text):
@@ -54,54 +50,33 @@ def with_options(variable, **options):
     return json.dumps({**json.loads(variable), **options})
 
 
-def nested(lines, prefix):
-    """Plain dictionaries of the overrides below a prefix."""
-    result = {}
-    for line in lines:
-        path, value = line.lstrip("+").split("=", 1)
-        assert path.startswith(prefix), path
-        *parents, name = path.removeprefix(prefix).split(".")
-        place = result
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[name] = int(value) if value.isdigit() else {"true": True}.get(value, value)
-    return result
-
-
-def prime_rl():
-    tomllib = pytest.importorskip("tomllib")
-    return tomllib.loads(block("prime-rl"))["inference"]["vllm"]
-
-
-def skyrl():
-    settings = nested(overrides("SkyRL"), "generator.inference_engine.")
-    return {**settings.pop("engine_init_kwargs"), **settings}
-
-
-ARGUMENTS = {
-    "verl": lambda: nested(overrides("verl"), "actor_rollout_ref.rollout.engine_kwargs.vllm."),
-    "SkyRL": skyrl,
-    "prime-rl": prime_rl,
-    "NeMo-RL": lambda: nested(overrides("NeMo-RL", 1), "policy.generation.vllm_kwargs."),
-}
+def verl_override():
+    (line,) = (word for word in shlex.split(block("verl")) if "=" in word)
+    return line
 
 
 def verl_variable():
-    (line,) = overrides("verl", 1)
-    name, value = line.split("=", 1)
+    name, value = verl_override().split("=", 1)
     assert name == "+ray_kwargs.ray_init.runtime_env.env_vars.ROLLOUT_SPEC"
     return value.strip("'")
 
 
 def openrlhf_variable_of_a_job():
-    (word,) = (word for word in shlex.split(block("OpenRLHF", 1)) if word.startswith("--runtime-env-json="))
+    (word,) = (word for word in shlex.split(block("OpenRLHF")) if word.startswith("--runtime-env-json="))
     return json.loads(word.split("=", 1)[1])["env_vars"]["ROLLOUT_SPEC"]
+
+
+def prime_rl_variable():
+    tomllib = pytest.importorskip("tomllib")
+    return tomllib.loads(block("prime-rl"))["inference"]["env_vars"]["ROLLOUT_SPEC"]
 
 
 VARIABLES = {
     "verl": verl_variable,
     "OpenRLHF": lambda: variable(block("OpenRLHF")),
     "OpenRLHF, as a job": openrlhf_variable_of_a_job,
+    "SkyRL": lambda: variable(block("SkyRL")),
+    "prime-rl": prime_rl_variable,
     "open-instruct": lambda: variable(block("open-instruct")),
     "NeMo-RL": lambda: variable(block("NeMo-RL")),
 }
@@ -116,37 +91,30 @@ def asks(engine_args):
     return dataclasses.replace(config, drafter="auto")
 
 
-@pytest.mark.parametrize("framework", ARGUMENTS)
-def test_documented_arguments(framework, tiny_model):
-    arguments = ARGUMENTS[framework]()
-    assert sorted(arguments) == ["additional_config", "speculative_config"]
-    assert arguments["speculative_config"] == WANTED.engine_kwargs()["speculative_config"]
-    wanted = WANTED_WITH_SALTS if framework in ("SkyRL", "prime-rl") else WANTED
-    assert asks(AsyncEngineArgs(model=str(tiny_model), dtype="float32", **arguments)) == wanted
-
-
 @pytest.mark.parametrize("framework", VARIABLES)
 def test_engines_ask_by_the_documented_variables(framework, tiny_model, monkeypatch):
     values = json.loads(VARIABLES[framework]())
     if "models" in values:  # theirs are no paths
         values["models"] = [str(tiny_model.parent / "*")]
     monkeypatch.setenv("ROLLOUT_SPEC", json.dumps(values))
-    assert asks(AsyncEngineArgs(model=str(tiny_model), dtype="float32")) == WANTED
+    wanted = WANTED_WITH_SALTS if framework in ("SkyRL", "prime-rl") else WANTED
+    assert asks(AsyncEngineArgs(model=str(tiny_model), dtype="float32")) == wanted
 
 
-def test_verl(tiny_model):
+def test_verl(tiny_model, monkeypatch):
     pytest.importorskip("verl")
     from tests.integrations.framework_engines import verl_engine_args, verl_runtime_env
 
-    assert asks(verl_engine_args(tiny_model, overrides("verl"))) == WANTED
-    (line,) = overrides("verl", 1)
-    variables = verl_runtime_env(line)
+    variables = verl_runtime_env(verl_override())
     assert variables["ROLLOUT_SPEC"] == verl_variable()
     assert "VLLM_DISABLE_COMPILE_CACHE" in variables, "verl's own variables are still there"
+    monkeypatch.setenv("ROLLOUT_SPEC", variables["ROLLOUT_SPEC"])
+    assert asks(verl_engine_args(tiny_model, [])) == WANTED
 
 
-def test_skyrl(tiny_model):
+def test_skyrl(tiny_model, monkeypatch):
     pytest.importorskip("skyrl")
     from tests.integrations.framework_engines import skyrl_engine_args
 
-    assert asks(skyrl_engine_args(tiny_model, overrides("SkyRL"))) == WANTED_WITH_SALTS
+    monkeypatch.setenv("ROLLOUT_SPEC", VARIABLES["SkyRL"]())
+    assert asks(skyrl_engine_args(tiny_model, [])) == WANTED_WITH_SALTS

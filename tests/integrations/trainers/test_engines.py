@@ -63,8 +63,8 @@ def test_the_first_process_counts_all_engines(tmp_path):
     assert (metrics, report["stats"]["draft_tokens"]) == ([], 6), "its own alone"
 
 
-def test_without_other_processes_nothing_is_shared():
-    assert not torch.distributed.is_initialized()
+def test_without_other_processes_nothing_is_shared(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     controller = EngineController(RolloutSpecConfig())
     controller.begin_run(seed=3, num_replicas=2)
     assert not controller._engines.are_several

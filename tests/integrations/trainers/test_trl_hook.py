@@ -157,9 +157,11 @@ def test_each_engine_of_a_data_parallel_trainer_has_seeds_of_its_own(ranks_per_e
     seeds = []
     for rank in range(4):
         generator = RolloutSpecGenerator()
-        args = SimpleNamespace(use_vllm=True, process_index=rank, vllm_tensor_parallel_size=ranks_per_engine, seed=3)
+        ranks = {"process_index": rank, "world_size": 4, "vllm_tensor_parallel_size": ranks_per_engine}
+        args = SimpleNamespace(use_vllm=True, seed=3, **ranks)
         generator.on_init_end(args, None, None)
         generator.begin_step(0)
+        assert generator._engines._num_replicas == 4 // ranks_per_engine
         seeds.append([params.seed for params in generator._with_seeds(["a"] * 3, SamplingParams())])
     engines = [seeds[first : first + ranks_per_engine] for first in range(0, 4, ranks_per_engine)]
     assert all(seeds_of_ranks == [seeds_of_ranks[0]] * ranks_per_engine for seeds_of_ranks in engines)
