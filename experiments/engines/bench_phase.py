@@ -25,8 +25,8 @@ weights, has that history and samples other rollouts of the same problems. A que
 The gate: every rollout is the recorded one.
 
 With `--together` the engines of all modes are there at once and take turns: each phase is run by one after the other,
-and by the first mode once more, whose time is the mean of both. Otherwise one engine runs after the other, and a
-machine with other work is slower for some of them.
+and by `none`, if it is the first mode, once more: `times` is relative to the mean of both. Otherwise one engine runs
+after the other, and a machine with other work is slower for some of them.
 
 Reported by batch, phase and mode: seconds, also relative to `none`; the tail, seconds in which less than a quarter of
 the requests were left; p20/p50/p80 of the milliseconds between steps; tokens per second; tokens per request and step;
@@ -234,16 +234,15 @@ class Turns:
 
     Args:
         folder: Of all processes.
-        modes: Of their engines. The first one has a turn before and after the others.
+        modes: Of their engines. If `none` is the first, it has a turn before and after the others.
         cells: What all of them run, one after the other.
     """
 
     def __init__(self, folder: Path, modes: Sequence[str], cells: Sequence[Any]) -> None:
         self._folder = folder
         ready = [(mode, "ready", 0) for mode in modes]
-        self._order = ready + [
-            (mode, cell, number) for cell in cells for number, mode in enumerate([*modes, *modes[:1]])
-        ]
+        again = [mode for mode in modes[:1] if mode == "none"]  # others would know what they have just said
+        self._order = ready + [(mode, cell, number) for cell in cells for number, mode in enumerate([*modes, *again])]
 
     def of(self, mode: str, cell: Any) -> Iterator[int]:
         """Numbers of the mode's turns at a cell, each when it has begun; asking for the next one ends it."""
@@ -452,18 +451,31 @@ def of_drafts(before: dict[str, Any], after: dict[str, Any], *, on_host: bool) -
     }
 
 
-def write_step_times(path: Path, shape: str, context: int, rows: Sequence[dict[str, Any]]) -> None:
-    """The least median of steps whose requests have equally many draft tokens: other work makes some phases slow."""
+def write_step_times(path: Path, shape: str, context: int, most: int, rows: Sequence[dict[str, Any]]) -> None:
+    """The least median of steps whose requests have equally many draft tokens, at most `most`.
+
+    Other work makes some phases slow, so that a step takes no longer than a larger one did.
+    """
     least: dict[tuple[int, int], float] = {}
     for row in rows:
+        if remembers_others(row["mode"]):  # drafts on the host have lengths of their own
+            continue
         for requests, tokens, _, ms in row["by_size"]:
             k, rest = divmod(tokens - requests, requests)
-            if not rest:
+            if not rest and k <= most:
                 least[k, requests] = min(ms, least.get((k, requests), ms))
+    for larger, size in pairwise(sorted(least, reverse=True)):
+        if size[0] == larger[0]:
+            least[size] = min(least[size], least[larger])
     with path.open("w") as file:
         print("model,requests,context,num_speculative_tokens,median_ms", file=file)
         for (k, requests), ms in sorted(least.items()):
             print(shape, requests, context, k, ms, sep=",", file=file)
+
+
+def remembers_others(mode: str) -> bool:
+    """Whether its drafter, on the host, remembers other problems: those of other batch sizes have the same rollouts."""
+    return mode.removesuffix(WORDS) in ("suffix", "all", "budget")
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -500,6 +512,8 @@ def main(argv: list[str] | None = None) -> None:
     sizes = [batch for batch in args.batch if fits(recorded, batch)]
     if not sizes:
         raise SystemExit("no batch size is left")
+    if args.together and len(sizes) > 1 and any(map(remembers_others, args.modes)):
+        raise SystemExit("one of these modes remembers other batch sizes' rollouts: give one --batch, or no --together")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     about = {"benchmark": "phase", "shape": args.shape, "rollouts": Path(args.rollouts).name, **origin(device)}
     runs = Runs("experiments.engines.bench_phase", argv, args.logs, args.until)
@@ -508,16 +522,16 @@ def main(argv: list[str] | None = None) -> None:
 
         def run(mode: str) -> list[dict[str, Any]]:
             print(f"phase_{args.shape}_{mode}", flush=True)
-            # A drafter on the host that remembers other problems would know the rollouts of other batch sizes.
-            is_apart = mode.removesuffix(WORDS) in ("suffix", "all", "budget") and not args.together
-            found = []
-            for batches in [[batch] for batch in sizes] if is_apart else [sizes]:
-                again = ["--only", mode, "--model", folder, "--batch", *map(str, batches)]
-                again += ["--max-seqs", str(args.max_seqs or min(max(sizes), 256))]
-                again += ["--turns", folder] if args.together else []
-                name = f"phase_{args.shape}_{mode}" + (f"_{batches[0]}" if len(batches) < len(sizes) else "")
-                found += runs.run(name, *again) or []
-            Turns.gone(Path(folder), mode).touch()
+            is_apart, found = remembers_others(mode), []
+            try:
+                for batches in [[batch] for batch in sizes] if is_apart else [sizes]:
+                    again = ["--only", mode, "--model", folder, "--batch", *map(str, batches)]
+                    again += ["--max-seqs", str(args.max_seqs or min(max(sizes), 256))]
+                    again += ["--turns", folder] if args.together else []
+                    name = f"phase_{args.shape}_{mode}" + (f"_{batches[0]}" if len(batches) < len(sizes) else "")
+                    found += runs.run(name, *again) or []
+            finally:  # the others wait for its turns
+                Turns.gone(Path(folder), mode).touch()
             return found
 
         rows = [row for found in (pool.map if args.together else map)(run, args.modes) for row in found]
@@ -532,7 +546,7 @@ def main(argv: list[str] | None = None) -> None:
             rollout for size in sizes for n in range(len(PHASES)) for rollout in Phase(recorded, size, n).rollouts
         ]
         context = round(np.mean([r.prompt_token_ids.size + r.token_ids.size / 2 for r in phases]))
-        write_step_times(args.step_times, args.shape, context, rows)
+        write_step_times(args.step_times, args.shape, context, args.k, rows)
     print(HEADER)
     for row in sorted(rows, key=lambda row: (row["batch"], row["phase"], args.modes.index(row["mode"]))):
         print(describe(row))

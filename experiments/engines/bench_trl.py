@@ -45,7 +45,7 @@ class OffAndOn(RolloutSpecGenerator):
         off = [params.clone() for params in sampling_params]
         for params in off:
             params.extra_args = without_history(params.extra_args)
-        rollouts, seconds, before = {}, {}, self.stats()
+        rollouts, seconds = {}, {}
         for way, params in (("off", off), ("on", sampling_params)):
             self.enabled = way == "on"
             before, started = self.stats(), time.perf_counter()

@@ -59,7 +59,7 @@ class Comparison:
         """The next generation has ended."""
         was_plain, self._number = self.is_plain, self._number + 1
         if not num_tokens:
-            self._before = self._plain = None
+            self.forget()
             return
         now = _Generation(num_requests, math.log(seconds / num_tokens))
         if was_plain:
@@ -68,6 +68,10 @@ class Comparison:
         if self._plain is not None and self._before is not None and self._plain.num_requests == num_requests:
             self._logs.append(self._plain.log_seconds - (self._before.log_seconds + now.log_seconds) / 2)
         self._before, self._plain = now, None
+
+    def forget(self) -> None:
+        """What comes next is not compared with what was before."""
+        self._before = self._plain = None
 
     def measured(self) -> Measured | None:
         """None before the first comparison."""

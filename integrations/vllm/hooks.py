@@ -200,11 +200,15 @@ def collective_rpc(
     args: Any = (),
     kwargs: Any = None,
 ) -> Any:
-    """Tell our schedule, too, whether anything is drafted: otherwise steps would verify K tokens 0 while it is not."""
+    """Tell our schedule, too, whether anything is drafted: otherwise steps would verify K tokens 0 while it is not.
+
+    vLLM calls this of every engine, and before it has made the scheduler.
+    """
     results = original(self, method, timeout, args, kwargs)
-    schedule: Any = getattr(self.scheduler, "dynamic_sd_lookup", None)
-    if method == "rollout_spec" and list(args[:1]) == ["set_enabled"] and hasattr(schedule, "is_enabled"):
-        schedule.is_enabled = args[1]
+    if method == "rollout_spec" and list(args[:1]) == ["set_enabled"]:
+        schedule: Any = getattr(self.scheduler, "dynamic_sd_lookup", None)
+        if hasattr(schedule, "is_enabled"):
+            schedule.is_enabled = args[1]
     return results
 
 

@@ -386,7 +386,7 @@ class RunnerAdapterV1(RunnerAdapter):
         session, size = self.session, is_sampled.size
         assert session is not None
         verification = self.count_last_verification()
-        if verification is None:
+        if verification is None or not session.is_learning:  # it may have raised since this step was verified
             if not session.is_learning and model is not None:  # history is lost, the model is not
                 listed = zip(is_sampled.tolist(), model.token_ids.tolist(), strict=True)
                 return [tokens if sampled else [] for sampled, tokens in listed]

@@ -9,7 +9,8 @@ import pytest
 from rollout_spec import engine_kwargs
 from rollout_spec.integrations.vllm import config, plugin
 from rollout_spec.integrations.vllm.config import config_of
-from rollout_spec.integrations.vllm.hooks import loads_weights
+from rollout_spec.integrations.vllm.hooks import collective_rpc, loads_weights
+from tests.integrations.engines import build
 
 NOISE_ONLY = engine_kwargs(speculation=False)["additional_config"]
 
@@ -78,3 +79,20 @@ OTHERS = [
 
 def test_methods_that_load_weights_are_known_by_their_names():
     assert [name for name in LOADING + OTHERS if loads_weights(name)] == LOADING
+
+
+@pytest.mark.parametrize("method", ["update_max_model_len", "rollout_spec", len])
+def test_calls_before_there_is_a_scheduler_are_left_alone(method):
+    """As vLLM makes where it chooses `max_model_len` itself, of engines that are not ours, too."""
+    core = SimpleNamespace(asked=[])
+    answer = collective_rpc(lambda self, *args: self.asked.append(args) or ["done"], core, method, args=("report",))
+    assert answer == ["done"]
+    assert core.asked == [(method, None, ("report",), None)]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("options", [{}, engine_kwargs()])
+def test_an_engine_may_choose_its_own_length(tiny_model, options):
+    """Where the cache is too small for the model's, vLLM tells the workers before it makes the scheduler."""
+    llm = build(tiny_model, max_model_len=-1, num_gpu_blocks_override=3, **options)
+    assert llm.llm_engine.vllm_config.model_config.max_model_len < 512, "the model's"

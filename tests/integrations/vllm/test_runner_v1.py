@@ -210,4 +210,9 @@ def test_the_models_drafts_are_those_of_the_same_requests():
         input_batch=SimpleNamespace(req_ids=list(requests), **batch), query_start_loc=SimpleNamespace(np=np.arange(5))
     )
     model = of_model([30, 31], [32, 33], [34, 35], [36, 37])
-    assert adapter.draft(np.array([True, False, True, True]), model) == [[30, 31], [], [34, 35], [36, 37]]
+    is_sampled = np.array([True, False, True, True])
+    assert adapter.draft(is_sampled, model) == [[30, 31], [], [34, 35], [36, 37]]
+    session._switch_off(ArithmeticError())  # while the device computed, in `update_index`
+    session.drafting.learn = None
+    assert adapter.draft(is_sampled, model) == [[30, 31], [], [34, 35], [36, 37]], "the model drafts alone"
+    assert session.stats.drafter_errors == 1
