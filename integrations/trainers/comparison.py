@@ -27,7 +27,8 @@ class Measured(NamedTuple):
 
 
 class _Generation(NamedTuple):
-    num_requests: int
+    kind: tuple[int, int]
+    """Requests, and the generation's number in its step: later turns have longer prompts."""
     log_seconds: float
     """Per token, the logarithm."""
 
@@ -36,8 +37,8 @@ class Comparison:
     """Compares every n-th generation, without drafts, with the one before and the one after it, per token.
 
     Which generations these are does not depend on what they say, so the mean is not biased. Neighbours with another
-    number of requests are not compared with, as steps cost more or less then. That the machine or the rollouts change
-    slowly does not matter, as the one before and the one after count equally.
+    number of requests, or that are another turn of their step, are not compared with, as steps cost more or less then.
+    That the machine or the rollouts change slowly does not matter, as the one before and the one after count equally.
 
     Args:
         every: n, 3 or more, so that no generation is the neighbour of two, and comparisons are independent.
@@ -55,17 +56,17 @@ class Comparison:
         """Whether the next generation shall have no drafts."""
         return self._number % self._every == self._every - 1
 
-    def observe(self, num_requests: int, num_tokens: int, seconds: float) -> None:
+    def observe(self, num_requests: int, num_tokens: int, seconds: float, *, number_in_step: int = 0) -> None:
         """The next generation has ended."""
         was_plain, self._number = self.is_plain, self._number + 1
         if not num_tokens:
             self.forget()
             return
-        now = _Generation(num_requests, math.log(seconds / num_tokens))
+        now = _Generation((num_requests, number_in_step), math.log(seconds / num_tokens))
         if was_plain:
-            self._plain = now if self._before is not None and self._before.num_requests == num_requests else None
+            self._plain = now if self._before is not None and self._before.kind == now.kind else None
             return
-        if self._plain is not None and self._before is not None and self._plain.num_requests == num_requests:
+        if self._plain is not None and self._before is not None and self._plain.kind == now.kind:
             self._logs.append(self._plain.log_seconds - (self._before.log_seconds + now.log_seconds) / 2)
         self._before, self._plain = now, None
 

@@ -261,7 +261,7 @@ class EngineController:
         self._seconds += seconds
         self._num_tokens += num_tokens
         if comparison is not None:
-            comparison.observe(len(completions), num_tokens, seconds)
+            comparison.observe(len(completions), num_tokens, seconds, number_in_step=self._num_generations)
         if self._engines.are_several:
             self._engines.publish(self._progress())
         return outputs
@@ -325,7 +325,7 @@ class EngineController:
     def take_metrics(self) -> dict[str, float]:
         """`rollout_spec/*` metrics since the last call; empty when nothing was generated since.
 
-        In the first of several processes those of all engines: sums, and of times and memory the most.
+        In the first of several processes those of all engines: sums, but of generations' time and memory the most.
         """
         if self.llm is None:
             return {}

@@ -7,6 +7,7 @@ on. Counters only grow, so what comes late is counted in a later log.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from rollout_spec.stats import SpeculationStats
 
 logger = logging.getLogger(__name__)
 
-KEY = "rollout_spec/engine/{}"
+_NUMBERS = itertools.count()
+"""All processes make their trainers in the same order, so a trainer has the same number in each."""
 
 
 class Progress(NamedTuple):
@@ -53,6 +55,7 @@ class Engines:
 
     def __init__(self, replica: int, num_replicas: int) -> None:
         self._replica, self._num_replicas = replica, num_replicas
+        self._key = f"rollout_spec/{next(_NUMBERS)}/engine/{{}}"
 
     @property
     def are_several(self) -> bool:
@@ -62,7 +65,7 @@ class Engines:
 
     def publish(self, progress: Progress) -> None:
         """Say what this process's engine has done."""
-        self._ask(lambda store: store.set(KEY.format(self._replica), json.dumps(progress)))
+        self._ask(lambda store: store.set(self._key.format(self._replica), json.dumps(progress)))
 
     def others(self) -> dict[int, Progress]:
         """What the other engines have done, by their numbers, as far as they have said. For the first process."""
@@ -70,7 +73,7 @@ class Engines:
 
         def read(store: Any) -> None:
             for replica in range(self._num_replicas):
-                key = KEY.format(replica)
+                key = self._key.format(replica)
                 if replica != self._replica and store.check([key]):
                     found[replica] = Progress(*json.loads(store.get(key)))
 

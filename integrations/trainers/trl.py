@@ -84,7 +84,8 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
             )
         if self._server_url is None and not getattr(args, "use_vllm", False):
             raise ValueError("RolloutSpecGenerator needs a trainer that generates with vLLM: set use_vllm=True")
-        ranks_per_engine = getattr(args, "vllm_tensor_parallel_size", 1)
+        # A trainer with a server ignores this setting, which may then be more than its own processes.
+        ranks_per_engine = min(getattr(args, "vllm_tensor_parallel_size", 1), args.world_size)
         replica, num_replicas = args.process_index // ranks_per_engine, args.world_size // ranks_per_engine
         autocast = "bfloat16" if getattr(args, "bf16", False) else "float16" if getattr(args, "fp16", False) else None
         self.begin_run(seed=args.seed, replica=replica, num_replicas=num_replicas, model=model, autocast_dtype=autocast)

@@ -36,6 +36,14 @@ def test_generations_with_other_numbers_of_requests_are_not_compared(odd):
     assert compare(Comparison(3), [(8, 10, 1.0), *nothing]) is None
 
 
+def test_turns_are_compared_with_the_same_turns():
+    """Two in each step: with an even n the one without drafts is always the second, and is compared with none."""
+    comparison = Comparison(4)
+    for number in range(12):
+        comparison.observe(8, 10, 1.0 + number % 2, number_in_step=number % 2)
+    assert comparison.measured() is None
+
+
 @pytest.mark.parametrize("every", [3, 5])
 def test_the_interval_has_the_true_value_in_nine_of_ten_runs(every):
     """Also where the machine changes slowly."""

@@ -188,6 +188,7 @@ def switched(llm):
 def test_every_third_generation_has_no_drafts_and_evaluations_do_not_count():
     controller, llm = an_attached_controller(compare_every=3)
     for number in range(9):
+        controller.begin_step(number)
         controller.evaluating = number == 1
         llm.generate(["a", "b"], Params())
         assert controller.enabled

@@ -16,7 +16,7 @@ import torch
 
 from rollout_spec import RolloutSpecConfig
 from rollout_spec.integrations.trainers.controller import EngineController
-from rollout_spec.integrations.trainers.engines import Engines
+from rollout_spec.integrations.trainers.engines import Engines, Progress
 from rollout_spec.stats import SpeculationStats
 
 
@@ -61,6 +61,14 @@ def test_the_first_process_counts_all_engines(tmp_path):
     assert [(number, tokens) for number, tokens, _ in report["engines"]] == [(0, 6), (1, 12)]
     metrics, report = answers[1]
     assert (metrics, report["stats"]["draft_tokens"]) == ([], 6), "its own alone"
+
+
+def test_the_engines_of_another_trainer_in_the_same_processes_do_not_count(monkeypatch):
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    first, second = Engines(1, 2), Engines(0, 2)
+    first.publish(Progress({}, 1, 1.0, 1, 1))
+    assert second.others() == {}
 
 
 def test_without_other_processes_nothing_is_shared(monkeypatch):

@@ -168,6 +168,14 @@ def test_each_engine_of_a_data_parallel_trainer_has_seeds_of_its_own(ranks_per_e
     assert len({seed for first, *_ in engines for seed in first}) == 3 * len(engines)
 
 
+def test_a_server_may_have_more_ranks_than_the_trainer():
+    generator = RolloutSpecGenerator()
+    ranks = {"process_index": 0, "world_size": 1, "vllm_tensor_parallel_size": 2}
+    generator.on_init_end(SimpleNamespace(vllm_mode="server", vllm_server_base_url="http://there:8000", use_vllm=True,
+                                          seed=3, **ranks), None, None)  # fmt: skip
+    assert generator._server_url == "http://there:8000"
+
+
 @pytest.mark.parametrize(
     ("settings", "warns"),
     [
