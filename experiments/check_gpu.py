@@ -26,7 +26,7 @@ from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
 from rollout_spec.drafters.model.choice_device import DeviceChoice
 from rollout_spec.features.format import FEATURE_WORDS, SIGNATURE_BITS, TOP_TOKENS, pack, unpack
 from rollout_spec.features.torch import pack_signatures
-from rollout_spec.integrations.vllm.device_io import HostCopy
+from rollout_spec.transfers import HostCopy
 from rollout_spec.types import GREEDY_TEMPERATURE, SamplingBatch
 from rollout_spec.verify import kernel
 from rollout_spec.verify.api import draw, verify_rows

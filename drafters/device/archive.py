@@ -159,9 +159,3 @@ class Archive:
     def check_integrity(self) -> None:
         """Check internal invariants; for tests. Raises AssertionError."""
         assert self.num_tokens == sum(rollout.capacity for rollout in self.order), "archived tokens"
-
-
-def copy_to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host, made without waiting for the device: read it once an event after it has passed."""
-    is_cuda = tensor.device.type == "cuda"
-    return torch.empty_like(tensor, device="cpu", pin_memory=is_cuda).copy_(tensor, non_blocking=is_cuda)

@@ -40,11 +40,12 @@ from torch import Tensor
 from rollout_spec import checks
 from rollout_spec.drafters.base import Tokens, problem_of_prompt
 from rollout_spec.drafters.device import kernels
-from rollout_spec.drafters.device.archive import Archive, Archived, Pool, copy_to_host
+from rollout_spec.drafters.device.archive import Archive, Archived, Pool
 from rollout_spec.drafters.host.constants import CELLS, MAX_DEPTH, SOURCES
 from rollout_spec.drafters.registry import MAX_INDEX_BYTES, MAX_RESIDENT_TOKENS
 from rollout_spec.features.format import FEATURE_WORDS, Features, check_features, no_features
 from rollout_spec.history.rollout import Rollout
+from rollout_spec.transfers import copy_to_host, runs_later, upload
 
 MAX_MEMBERS = 255
 """Most documents of one problem that are scanned, newest first; ended ones are the first to be left out."""
@@ -177,7 +178,8 @@ class DeviceDrafter:
         self._version = 0
 
         num_documents = max_requests + max_resident_tokens // TOKENS_PER_DOCUMENT
-        num_problems = max_requests + max_resident_tokens // TOKENS_PER_PROBLEM
+        # All live requests may have problems of their own while a rollout of another one comes.
+        num_problems = max_requests + 1 + max_resident_tokens // TOKENS_PER_PROBLEM
         # Two to four entries per token of the pool, while that is not too much.
         num_entries = min(1 << (2 * max_resident_tokens).bit_length(), MAX_INDEX_BYTES // 8)
         columns = kernels.COLUMNS.value
@@ -218,7 +220,7 @@ class DeviceDrafter:
         self._changed_problems: dict[int, _Problem] = {}
         self._changed_documents: dict[int, tuple[int, ...]] = {}
         self._unindexed: list[int] = []  # documents that have been uploaded
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side = torch.cuda.Stream(device) if runs_later(device) else None
         self._side_is_ahead = False
 
     # -- requests come and go ----------------------------------------------------------------------------------------
@@ -296,7 +298,7 @@ class DeviceDrafter:
                 old_pieces.append(piece)
                 self._pieces[slot] = start, size
         if rows:
-            kernels.move(self._upload_array(np.array(rows, np.int64)), self._texts)
+            kernels.move(upload(np.array(rows, np.int64), self._device), self._texts)
         for piece in old_pieces:
             self._pool.release(*piece)
 
@@ -424,9 +426,9 @@ class DeviceDrafter:
         """Upload a text to its place in the pool, on a stream of its own."""
         with self._on_side():
             place = slice(start, start + tokens.size)
-            self._texts.tokens[place] = self._upload_array(tokens)
+            self._texts.tokens[place] = upload(tokens, self._device)
             if self.wants_features:
-                self._texts.features[place] = self._upload_array(features)
+                self._texts.features[place] = upload(features, self._device)
 
     def begin_policy_version(self, version: int) -> None:
         """Announce that requests started from now on are sampled by a new policy.
@@ -470,7 +472,7 @@ class DeviceDrafter:
         row = np.zeros((1, kernels.RETIRED_FIELDS), np.int64)
         row[0, 1] = self._free_documents[0]
         stops = np.full((1, 1), -1, np.int32)
-        rows = self._upload_array(row), self._upload_array(stops)
+        rows = upload(row, self._device), upload(stops, self._device)
         kernels.retire(*rows, self._texts)
         kernels.move(torch.zeros(1, 3, dtype=torch.int64, device=self._device), self._texts)
         kernels.index(torch.zeros(1, dtype=torch.int64, device=self._device), self._texts)
@@ -762,7 +764,7 @@ class DeviceDrafter:
             may_stop = live.prompt_length + max(request.min_tokens, 1)
             must_stop = min(live.prompt_length + request.max_tokens, 2**31 - 1)
             rows[n] = request.slot, document, capacity, may_stop, must_stop, self._new_stamp(live.problem)
-        uploaded = self._upload_array(rows), self._upload_array(stops)
+        uploaded = upload(rows, self._device), upload(stops, self._device)
         kernels.retire(*uploaded, self._texts)
         with self._on_side():
             copies = []
@@ -829,7 +831,7 @@ class DeviceDrafter:
             self._write(self._texts.documents, self._changed_documents)
             self._changed_documents = {}
         if self._unindexed:
-            kernels.index(self._upload_array(np.array(self._unindexed, np.int64)), self._texts)
+            kernels.index(upload(np.array(self._unindexed, np.int64), self._device), self._texts)
             self._unindexed = []
         if self._changed_problems:
             rows = np.zeros((len(self._changed_problems), 1 + MAX_MEMBERS), np.int32)
@@ -843,10 +845,4 @@ class DeviceDrafter:
     def _write(self, table: Tensor, rows: Mapping[int, object]) -> None:
         """Replace rows of a table."""
         values = np.array(list(rows.values()), np.int64 if table.dtype == torch.int64 else np.int32)
-        table[self._upload_array(np.array(list(rows), np.int64))] = self._upload_array(values)
-
-    def _upload_array(self, array: NDArray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cuda":  # pageable memory would make the copy wait
-            tensor = tensor.pin_memory()
-        return tensor.to(self._device, non_blocking=True)
+        table[upload(np.array(list(rows), np.int64), self._device)] = upload(values, self._device)

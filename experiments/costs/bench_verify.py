@@ -136,8 +136,8 @@ class Case:
         from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler as RejectionSamplerV2
         from vllm.v1.worker.gpu.states import RequestState
 
-        from rollout_spec.integrations.vllm.device_io import StepClock
         from rollout_spec.integrations.vllm.runner_v2 import VerifyingSampler
+        from rollout_spec.integrations.vllm.step_clock import StepClock
 
         size, vocab = self.batch, self.logits.shape[1]
         states = RequestState(

@@ -70,7 +70,7 @@ from experiments.engines.build import (
 from experiments.rows import append, make_parser, origin, quantiles
 from experiments.traces import read_traces
 from rollout_spec.estimate.recorded import Rollout, by_problem
-from rollout_spec.integrations.vllm.device_io import to_device
+from rollout_spec.transfers import to_device
 
 WORDS = "-words"
 """End of the names of modes without features."""

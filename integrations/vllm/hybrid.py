@@ -23,8 +23,8 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.config import config_of, has_model_drafter
-from rollout_spec.integrations.vllm.device_io import HostCopy
 from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank
+from rollout_spec.transfers import HostCopy
 from rollout_spec.verify.api import draw
 
 # -- V1 --------------------------------------------------------------------------------------------------------------

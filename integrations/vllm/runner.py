@@ -10,9 +10,9 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.features.torch import prepare
 from rollout_spec.integrations.vllm.commands import EngineParts, run_command
 from rollout_spec.integrations.vllm.config import say
-from rollout_spec.integrations.vllm.device_io import StepClock
 from rollout_spec.integrations.vllm.ranks import agreeing_on_any, broadcasting_from_first_rank
 from rollout_spec.integrations.vllm.session import Session
+from rollout_spec.integrations.vllm.step_clock import StepClock
 from rollout_spec.integrations.vllm.weights import WeightWatch
 from rollout_spec.stats import SpeculationStats
 

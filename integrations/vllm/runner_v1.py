@@ -24,7 +24,6 @@ from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.features.format import FEATURE_WORDS, Features
 from rollout_spec.integrations.vllm.config import config_of
-from rollout_spec.integrations.vllm.device_io import HostCopy, to_device, upload
 from rollout_spec.integrations.vllm.hybrid import ModelDrafter, find_model_drafter
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import RunnerAdapter
@@ -40,6 +39,7 @@ from rollout_spec.integrations.vllm.sampling import (
     verifier_scores,
 )
 from rollout_spec.integrations.vllm.session import HostSession
+from rollout_spec.transfers import HostCopy, to_device, upload
 from rollout_spec.types import SamplingBatch, VerifyResult
 from rollout_spec.verify.api import verify_rows
 from rollout_spec.verify.layout import Layout, lay_out

@@ -32,7 +32,6 @@ from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.config import config_of
-from rollout_spec.integrations.vllm.device_io import HostCopy, upload
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import RunnerAdapter
 from rollout_spec.integrations.vllm.sampling import (
@@ -45,6 +44,7 @@ from rollout_spec.integrations.vllm.sampling import (
     verifier_scores,
 )
 from rollout_spec.integrations.vllm.session import HostSession
+from rollout_spec.transfers import HostCopy, upload
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Drafts, VerifyResult
 from rollout_spec.verify import kernel
 from rollout_spec.verify.layout import Layout

@@ -16,7 +16,12 @@ launched: dict[str, set[Loaded]] = {}
 """The variants of each kernel that were launched so far; tests clear it."""
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+def on_launch(name: str, tensors: list[torch.Tensor]) -> list[tuple[int, int, bool]]:
+    """Told of each kernel and its tensors, says which bytes other streams use meanwhile: `streams.py` replaces it."""
+    return []
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """A tensor's first address and the one behind its last element."""
     start = tensor.data_ptr()
     if not tensor.numel():
@@ -51,15 +56,17 @@ class _Launcher:
         if self.is_ours and (lines := function.program.contracted_exchanges):
             where = "; ".join(map(function.program.where, lines))
             raise Fault(f"{function.program.name}: lanes get different sums from a contracted butterfly: {where}")
-        values, spans = [], []
+        values, spans, tensors = [], [], []
         for kind, value in zip(self.kinds, args, strict=True):
             if isinstance(value, torch.Tensor) and kind != "constexpr":
                 values.append(value.data_ptr())
-                spans.append(_extent(value))
+                spans.append(extent(value))
+                tensors.append(value)
             elif kind != "constexpr":
                 values.append(_bits(kind, value))
         launched.setdefault(function.program.name, set()).add(function)
-        function.launch((x, y, z), self.num_shared_bytes, values, spans if self.is_ours else ())
+        claims = on_launch(function.program.name, tensors)
+        function.launch((x, y, z), self.num_shared_bytes, values, spans if self.is_ours else (), claims)
 
 
 class _Utils:

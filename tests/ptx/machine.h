@@ -15,7 +15,7 @@ enum { ORDINARY, BRANCH, RETURN, BARRIER, WARP_BARRIER };
 // Errors and, from RACE_BETWEEN_BLOCKS on, what the check of races finds. `machine.py` has their words.
 enum {
   OUT_OF_BOUNDS, MISALIGNED, SHARED_OUT_OF_BOUNDS, DIVERGENT_BARRIER, DIVERGENT_COLLECTIVE, INACTIVE_SOURCE,
-  TOO_MANY_INSTRUCTIONS, UNINITIALISED_SHARED, RACE_BETWEEN_BLOCKS, RACE_IN_BLOCK, RACE_IN_WARP
+  TOO_MANY_INSTRUCTIONS, UNORDERED, UNINITIALISED_SHARED, RACE_BETWEEN_BLOCKS, RACE_IN_BLOCK, RACE_IN_WARP
 };
 enum { GLOBAL, SHARED };
 enum { READ, WRITE, ATOMIC_UPDATE };
@@ -42,12 +42,14 @@ typedef struct { Access write, read, other_read; uint8_t initialised; } Shadow;
 typedef struct { uint64_t page; Shadow *words; } ShadowPage;
 
 typedef struct { uint64_t start, end; } Span;
+typedef struct { uint64_t start, end, is_written; } Claim;  // bytes that another stream reads or writes meanwhile
 typedef struct Block {
   struct Warp *warps; char *shared; Shadow *shadow; int32_t number, x, y, z, unfinished, at_barrier; uint32_t barriers;
 } Block;
 typedef struct Machine {
   const Instruction *code; const char *initial_registers; int32_t num_register_bytes, grid[3], num_warps;
   int32_t num_shared_bytes; const uint64_t *parameters; const Span *spans; int32_t num_spans, last_span, check_races;
+  const Claim *claims; uint64_t num_claims;
   Event *events; int32_t num_events, max_events; Counters *counters; uint64_t limit, random;
   ShadowPage *pages; uint64_t num_page_slots, num_pages; ShadowPage *last_page;
 } Machine;
@@ -84,6 +86,14 @@ static inline int is_in_a_span(Machine *c, uint64_t address, int size) {
   if (address & ((size) - 1)) FAIL(MISALIGNED, l, address) \
   if (space == SHARED && address + (size) > (uint64_t)w->machine->num_shared_bytes) FAIL(SHARED_OUT_OF_BOUNDS, l, address) \
   if (space == GLOBAL && !is_in_a_span(w->machine, address, size)) FAIL(OUT_OF_BOUNDS, l, address)
+static inline int is_claimed(Machine *c, uint64_t address, int size, int access) {
+  for (uint64_t k = 0; k < c->num_claims; k++)
+    if (address < c->claims[k].end && address + size > c->claims[k].start && (access != READ || c->claims[k].is_written)) return 1;
+  return 0;
+}
+
+#define CHECK_ORDER(space, size, access) \
+  if (space == GLOBAL && is_claimed(w->machine, address, size, access)) FAIL(UNORDERED, l, address)
 #define POINTER(space) (space == SHARED ? w->block->shared + address : (char *)address)
 
 // The 32-byte sectors of a warp's access to global memory.
@@ -103,12 +113,14 @@ static inline void count_access(Warp *w, const Instruction *i, uint32_t m, int a
   if (space == GLOBAL) count_access(w, i, m, READ); \
   for (int l = 0; l < 32; l++) if (m >> l & 1) { \
     uint64_t address = address_of(w, i, space, l); CHECK_ADDRESS(space, sizeof(T) * N) \
+    CHECK_ORDER(space, sizeof(T) * N, READ) \
     if (w->machine->check_races) check_access(w, i, space, l, address, sizeof(T) * N, READ, 0); \
     for (int k = 0; k < N; k++) D(T, k)[l] = ((T *)POINTER(space))[k]; } }
 #define STORE(space, T, N) { \
   if (space == GLOBAL) count_access(w, i, m, WRITE); \
   for (int l = 0; l < 32; l++) if (m >> l & 1) { \
     uint64_t address = address_of(w, i, space, l); CHECK_ADDRESS(space, sizeof(T) * N) \
+    CHECK_ORDER(space, sizeof(T) * N, WRITE) \
     T values[N]; for (int k = 0; k < N; k++) values[k] = S(T, 1 + k)[l]; \
     if (w->machine->check_races) check_access(w, i, space, l, address, sizeof(values), WRITE, values); \
     memcpy(POINTER(space), values, sizeof(values)); } }
@@ -116,6 +128,7 @@ static inline void count_access(Warp *w, const Instruction *i, uint32_t m, int a
   if (space == GLOBAL) count_access(w, i, m, ATOMIC_UPDATE); \
   for (int l = 0; l < 32; l++) if (m >> l & 1) { \
     uint64_t address = address_of(w, i, space, l); CHECK_ADDRESS(space, sizeof(T)) \
+    CHECK_ORDER(space, sizeof(T), ATOMIC_UPDATE) \
     if (w->machine->check_races) check_access(w, i, space, l, address, sizeof(T), ATOMIC_UPDATE, 0); \
     T *at = (T *)POINTER(space), a = *at, b = S(T, 1)[l]; *at = (value); \
     if (i->destinations[0] >= 0) D(T, 0)[l] = a; } }

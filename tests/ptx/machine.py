@@ -35,6 +35,7 @@ KINDS = (
     "lanes synchronise at different instructions, which PTX leaves undefined",
     "shuffle from a lane that does not take part",
     "too many instructions",
+    "bytes that another stream uses, and nothing orders the two",
     "shared memory read before it was written",
     "race between blocks",
     "race within a block",
@@ -101,7 +102,8 @@ class _Machine(ctypes.Structure):
         ("code", ctypes.c_void_p), ("initial_registers", ctypes.c_char_p), ("num_register_bytes", ctypes.c_int32),
         ("grid", ctypes.c_int32 * 3), ("num_warps", ctypes.c_int32), ("num_shared_bytes", ctypes.c_int32),
         ("parameters", ctypes.c_void_p), ("spans", ctypes.c_void_p), ("num_spans", ctypes.c_int32),
-        ("last_span", ctypes.c_int32), ("check_races", ctypes.c_int32), ("events", ctypes.c_void_p),
+        ("last_span", ctypes.c_int32), ("check_races", ctypes.c_int32), ("claims", ctypes.c_void_p),
+        ("num_claims", ctypes.c_uint64), ("events", ctypes.c_void_p),
         ("num_events", ctypes.c_int32), ("max_events", ctypes.c_int32), ("counters", ctypes.c_void_p),
         ("limit", ctypes.c_uint64), ("random", ctypes.c_uint64), ("pages", ctypes.c_void_p),
         ("num_page_slots", ctypes.c_uint64), ("num_pages", ctypes.c_uint64), ("last_page", ctypes.c_void_p),
@@ -198,6 +200,7 @@ class Loaded:
         num_shared_bytes: int,
         parameters: Sequence[int],
         spans: Sequence[tuple[int, int]],
+        claims: Sequence[tuple[int, int, bool]] = (),
     ) -> None:
         """Run a grid of blocks. Raises `Fault` with all that went wrong.
 
@@ -206,6 +209,7 @@ class Loaded:
             num_shared_bytes: of each block.
             parameters: values as unsigned integers.
             spans: (start, end) addresses that may be accessed; none: any.
+            claims: (start, end, is written) addresses that another stream uses: what it reads may be read.
         """
         program = self.program
         if len(parameters) > program.num_parameters:
@@ -213,13 +217,15 @@ class Loaded:
         values = np.zeros(program.num_parameters + 1, np.uint64)
         values[: len(parameters)] = parameters
         allowed = np.array(spans, np.uint64).reshape(-1, 2)
+        claimed = np.array(claims, np.uint64).reshape(-1, 3)
         events, counters = (_Event * MAX_EVENTS)(), _Counters()
         machine = _Machine(
             code=self.code.ctypes.data, initial_registers=program.initial_registers,
             num_register_bytes=len(program.initial_registers), grid=grid, num_warps=program.num_warps,
             num_shared_bytes=num_shared_bytes, parameters=values.ctypes.data, spans=allowed.ctypes.data,
-            num_spans=len(allowed), check_races=settings.check_races, events=ctypes.addressof(events),
-            max_events=MAX_EVENTS, counters=ctypes.addressof(counters), limit=settings.limit, random=settings.seed,
+            num_spans=len(allowed), claims=claimed.ctypes.data, num_claims=len(claimed),
+            check_races=settings.check_races, events=ctypes.addressof(events), max_events=MAX_EVENTS,
+            counters=ctypes.addressof(counters), limit=settings.limit, random=settings.seed,
         )  # fmt: skip
         finished = _core().launch(ctypes.byref(machine), settings.num_resident)
         found = [event for event in events[: machine.num_events] if not _is_benign(program, event)]

@@ -17,11 +17,13 @@ pytestmark = pytest.mark.engine
 WAITS = {
     "item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__", "nonzero",
     "argwhere", "masked_select", "unique", "repeat_interleave", "bincount", "allclose", "equal", "synchronize",
+    "tensor", "as_tensor",
 }  # fmt: skip
-"""Functions of tensors that read values on the host, or whose result has a size that follows from values."""
+"""Functions of tensors that read values on the host, whose result has a size that follows from values, or that copy
+from memory that is not pinned."""
 MEANT = {
     ("archive.py", "take_copy"): "a rollout's copy, once it has arrived",
-    ("device_io.py", "read"): "counts that have arrived",
+    ("transfers.py", "read"): "counts that have arrived",
     ("compat.py", "apply_sampling_params"): "vLLM has these lengths on the host",
 }
 """Where our code reads what is on the host."""
@@ -41,14 +43,17 @@ class Watch(TorchFunctionMode):
             isinstance(index, torch.Tensor) and index.dtype == torch.bool
             for index in (args[1] if isinstance(args[1], tuple) else (args[1],))
         )
-        if name in WAITS or by_mask:
+        kwargs = kwargs or {}
+        goes_elsewhere = any(isinstance(value, torch.device) for value in (*args[1:], *kwargs.values()))
+        waits_for_copy = name == "to" and goes_elsewhere and not kwargs.get("non_blocking")
+        if name in WAITS or by_mask or waits_for_copy:
             frame = sys._getframe(1)
             while frame.f_code.co_name.startswith("<"):
                 frame = frame.f_back
             path = Path(frame.f_code.co_filename)
             if path.is_relative_to(ROOT) and not {"tests", "site-packages"} & set(path.relative_to(ROOT).parts):
                 self.found[path.name, frame.f_code.co_name, name] += 1
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def test_no_step_waits(tiny_model):
