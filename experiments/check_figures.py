@@ -70,12 +70,12 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     ):
         yield start, rows, fields(rows, *names)
     first = [len(demos), *(sum(fields(demos, name)) for name in ("rollouts_identical", "rollouts_total"))]
-    first += [*fields(demos, "generation_speedup"), *fields(engines, "speedup"), *fields(drafts, "tokens_per_step")]
+    first += [*fields(demos, "generation_speedup"), *fields(engines, "speedup")]
     first += fields(run, "stock_over_on_per_token", "identical", "rollouts")
     trl = [row for row in read("bench_trl") if "H100" in row["device"]]
     phases = read("modes_simulated", benchmark="modes/phases")
     first += [*fields(trl, "times_as_fast", "identical", "rollouts"), *on_gpu(phases)]
-    yield "| What | Ran on ", [*trl, *phases, *demos, *engines, *run, *drafts], first
+    yield "| What | Ran on ", [*trl, *phases, *demos, *engines, *run], first
     rows = read("real_policy/run_features", benchmark="real_policy/epoch")
     rates = [100 * row["accepted_tokens"] / row["draft_tokens"] for row in rows]
     others = fields(rows, "reward", "tokens_per_step", "stock_over_on_per_token", "off_over_on")
