@@ -16,8 +16,8 @@ from experiments.rows import RESULTS
 
 Rows = list[dict[str, Any]]
 PAGES = ("README.md", "docs/benchmarks.md", "docs/history.md", "docs/model-drafters.md", "docs/target-features.md")
-LABELS = {"", "What", "Ran on", "requests", "requests, real model", "requests, K", "epoch", "set", "cost of a step",
-          "vocabulary", "Engine", "Engines", "Drafts", "T", "Drafter, 3 tokens", "rollouts"}  # fmt: skip
+LABELS = {"", "What", "Ran on", "requests", "requests, real model", "epoch", "set", "Engine", "Engines", "Drafts", "T",
+          "Drafter, 3 tokens", "rollouts"}  # fmt: skip
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 
 
@@ -61,10 +61,8 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     for start, rows, names in (
         ("| requests | epoch ", [row for row in engines if row["epochs"] > 1], ("speedup", "interval")),
         ("| requests, real model ", read("bench_engines", policy="real-policy"), ("speedup", "interval")),
-        ("| requests | no drafts", [row for row in engines if row["baseline"] == "off"], ("speedup", "interval")),
         ("| set | ", drafts, ("tokens_per_step", "drafted_per_step")),
         ("| requests | V1 ", read("bench_host", k=8, trace="rg_llama_math.parquet"), ("us_per_request",)),
-        ("| vocabulary ", read("bench_verify"), ("ours", "features", "vllm_v1")),
         ("| Engines | alone ", [row for row in read("bench_shared_history") if "engines" in row], ("tokens_per_step",)),
         ("| rollouts | words ", features, ("tokens_per_step", "gains")),
     ):
@@ -77,12 +75,8 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     first += [*fields(trl, "times_as_fast", "identical", "rollouts"), *on_gpu(phases)]
     yield "| What | Ran on ", [*trl, *phases, *demos, *engines, *run], first
     rows = read("real_policy/run_features", benchmark="real_policy/epoch")
-    rates = [100 * row["accepted_tokens"] / row["draft_tokens"] for row in rows]
-    others = fields(rows, "reward", "tokens_per_step", "stock_over_on_per_token", "off_over_on")
-    yield "| epoch | mean reward ", rows, [*rates, *others]
-    rows = read("bench_draft", benchmark="draft/cost", set="rg_llama_math", batch=64)
-    us = [row["index_us_per_request_step"] + row["draft_us_per_request_step"] for row in rows]
-    yield "| | vLLM n-gram ", rows, [*us, *fields(rows, "bytes_per_history_token")]
+    epochs = fields(rows, "reward", "tokens_per_step", "stock_over_on_per_token", "off_over_on")
+    yield "| epoch | mean reward ", rows, epochs
     drafters = read("bench_model_drafters", policy="policy-v1-seed0", train_steps=500, model_k=3)
     rows = [row for row in drafters if "request_steps" in row]
     of_all_epochs = [sum(row["tokens"]) / sum(row["request_steps"]) for row in rows]
