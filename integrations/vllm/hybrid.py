@@ -245,6 +245,7 @@ class ModelSpeculation:
         model = super().propose(*state, dummy_run=dummy_run, **kwargs)  # type: ignore[misc]
         history = self.session.propose(*state, dummy_run=dummy_run, **kwargs)
         if self._runner is None or not self.session.enabled:
+            self.draft_token_confidence_probs[: input_batch.num_reqs] = 0
             return history
         num_requests = input_batch.num_reqs
         slots = input_batch.idx_mapping[:num_requests]
