@@ -1,7 +1,8 @@
 """Triton kernels on the CPU: compiled and emulated (`tests/ptx`), or run as Python by Triton's interpreter.
 
 The environment variable KERNELS chooses: `emulate`, the default where there is a C compiler, `races` (emulated in
-random order, looking for races) or `interpret`. KERNELS_CAPABILITY=80 compiles for another GPU than Hopper.
+random order, looking for races) or `interpret`. KERNELS_CAPABILITY=80 compiles for another GPU than Hopper;
+KERNELS_FILL_CACHE=1 leaves machine code in an empty TRITON_CACHE_DIR, for a GPU to find.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def run_kernels() -> None:
         return
     from tests.ptx import driver, machine
 
-    driver.emulate(int(os.environ.get("KERNELS_CAPABILITY", "90")))
+    fills_cache = os.environ.get("KERNELS_FILL_CACHE") == "1"
+    driver.emulate(int(os.environ.get("KERNELS_CAPABILITY", "90")), fills_cache=fills_cache)
     if KERNELS == "races":
         machine.settings.check_races, machine.settings.seed = True, 1
 

@@ -12,6 +12,8 @@ from tests.ptx.machine import Fault, Loaded
 from tests.ptx.program import Program
 
 _loaded: dict[bytes, Loaded] = {}
+_ptx: dict[bytes, bytes] = {}
+"""By the machine code that was made of it."""
 launched: dict[str, set[Loaded]] = {}
 """The variants of each kernel that were launched so far; tests clear it."""
 
@@ -72,7 +74,7 @@ class _Launcher:
 class _Utils:
     def load_binary(self, name, binary, shared, device):
         if binary not in _loaded:
-            _loaded[binary] = Loaded(Program(binary.decode()))
+            _loaded[binary] = Loaded(Program(_ptx.get(binary, binary).decode()))
         return 1, _loaded[binary], 32, 0, 1024
 
     def get_device_properties(self, device):
@@ -112,17 +114,29 @@ class Driver:
         return torch.device("cpu")
 
 
-def emulate(capability: int = 90) -> None:
-    """From now on, launches on CPU tensors run the PTX that Triton compiles for GPUs of this capability."""
+def emulate(capability: int = 90, *, fills_cache: bool = False) -> None:
+    """From now on, launches on CPU tensors run the PTX that Triton compiles for GPUs of this capability.
+
+    Args:
+        fills_cache: Leave machine code in Triton's cache, as a GPU would. The cache must be empty before.
+    """
     os.environ.pop("TRITON_INTERPRET", None)
     import triton
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.jit import JITCallable, JITFunction
 
-    # Triton's cache keeps binaries apart by what the backend says of itself.
-    version = CUDABackend.hash
-    CUDABackend.hash = lambda self: f"{version(self)}-emulated"
-    CUDABackend.make_cubin = lambda self, source, *args: source.encode()
+    make_cubin, version = CUDABackend.make_cubin, CUDABackend.hash
+
+    def make_cubin_and_remember(self, source, *args):
+        binary = make_cubin(self, source, *args)
+        _ptx[binary] = source.encode()
+        return binary
+
+    if fills_cache:
+        CUDABackend.make_cubin = make_cubin_and_remember
+    else:  # the cache keeps binaries apart by what the backend says of itself
+        CUDABackend.hash = lambda self: f"{version(self)}-emulated"
+        CUDABackend.make_cubin = lambda self, source, *args: source.encode()
     triton.runtime.driver.set_active(Driver(capability))
     run = JITFunction.run
 
