@@ -197,7 +197,7 @@ def _drop_graphs_of_no_step(manager: Any) -> None:
     """Where K follows the number of requests, capture only what some number of requests can replay.
 
     vLLM would capture every size for each K that occurs. A step may have a lower K than its number of requests allows
-    (`measured_schedule.py`), never a higher one.
+    (`measured_schedule.py`), never a higher one. Few requests of a mixture of experts have no drafts at all.
     """
     from vllm.config import CUDAGraphMode
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
@@ -208,13 +208,17 @@ def _drop_graphs_of_no_step(manager: Any) -> None:
         return
     max_num_seqs = manager.vllm_config.scheduler_config.max_num_seqs
     k_of_batch = build_dynamic_sd_schedule_lookup(ranges, max_num_seqs, speculative.num_speculative_tokens)
-    largest: dict[int | None, int] = {}  # by tokens per request, so many requests
+    used: dict[int | None, range] = {}  # by tokens per request, numbers of requests of graphs that are replayed
     for width in {desc.uniform_token_count for desc in whole} - {None}:
-        most = max((n for n in range(1, max_num_seqs + 1) if k_of_batch[n] >= width - 1), default=0)
-        sizes = [desc.num_reqs for desc in whole if desc.uniform_token_count == width and desc.num_reqs >= most]
-        largest[width] = min(sizes, default=most) if most else 0
+        numbers = [n for n in range(1, max_num_seqs + 1) if k_of_batch[n] >= width - 1]
+        if numbers:
+            sizes = [desc.num_reqs for desc in whole if desc.uniform_token_count == width]
+            largest = min((size for size in sizes if size >= numbers[-1]), default=numbers[-1])
+            used[width] = range(numbers[0], largest + 1)
     manager._capture_descs[CUDAGraphMode.FULL] = [
-        desc for desc in whole if desc.uniform_token_count is None or desc.num_reqs <= largest[desc.uniform_token_count]
+        desc
+        for desc in whole
+        if desc.uniform_token_count is None or desc.num_reqs in used.get(desc.uniform_token_count, ())
     ]
 
 
