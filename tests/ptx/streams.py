@@ -4,7 +4,8 @@ Work runs at once, in the host's order, which is one of the orders that a device
 same is checked: of two pieces of work in different streams, or of the host, that touch the same bytes, one of them
 writing, one must happen before the other, by launches, events and waits. Values follow it: a copy to pinned memory
 arrives when the host has waited for it, or by chance when the host asks for its event, and until then the memory is
-full of `POISON`. The host's own accesses through NumPy are not seen, but what they read is.
+full of `POISON`. Accesses through NumPy are not
+seen, only what they read.
 
 Tensors of an emulated device are the CPU's. As host memory count those that are pinned.
 """
@@ -41,7 +42,7 @@ class Stream:
     """A stream, or the host, whose work is numbered.
 
     Attributes:
-        seen: The number of the last work of each that happens before what comes next.
+        seen: A vector clock: of each stream, the number of the last work that happens before what comes next here.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -224,10 +225,7 @@ class _Machine:
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """One of torch's operations."""
-        if self._is_busy or func.is_view or func._schema.name.partition("::")[2] in NO_ACCESS:
-            is_access = False
-        else:
-            is_access = True
+        is_access = not (self._is_busy or func.is_view or func._schema.name.partition("::")[2] in NO_ACCESS)
         given: list[tuple[torch.Tensor, bool]] = []
         for position, argument in enumerate(func._schema.arguments):
             value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -239,7 +237,7 @@ class _Machine:
         for tensor in results:
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in known:
                 self._allocate(tensor)
-        if not is_access or self._is_busy:
+        if not is_access:
             return
         is_host = any(self.is_pinned(tensor) for tensor, _ in given)
         stream = self.host if is_host else self.current
