@@ -3,8 +3,8 @@
     make demo    # or, where '.[demo]' and vLLM are installed, python -m examples.demo
 
 The policy is warm-started first, which takes three minutes or so on two cores, and kept in OUT for later runs. OUT also
-gets report.json, report.png and rollouts.png. Each step's rollouts are also sampled by our engine with speculation off
-and compared, as speculation must not change them. Stock vLLM's cannot be compared: its random numbers are others.
+gets report.json and report.png. Each step's rollouts are also sampled by our engine with speculation off and compared,
+as speculation must not change them. Stock vLLM's cannot be compared: its random numbers are others.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ def main() -> None:
     summary["provenance"] = {"versions": versions, "machine": machine}
     (args.out / "report.json").write_text(json.dumps(summary, indent=1) + "\n")
     report.plot_report(summary, ways, args.out / "report.png")
-    report.plot_rollouts(summary, args.out / "rollouts.png")
     report.print_summary(summary, ways)
     print(f"Report: {args.out / 'report.json'}, plot: {args.out / 'report.png'}")
 

@@ -1,4 +1,4 @@
-"""The demo's output: rows while it runs, then a summary and two plots."""
+"""The demo's output: rows while it runs, then a summary and a plot."""
 
 from __future__ import annotations
 
@@ -84,22 +84,3 @@ def plot_report(report: dict[str, Any], ways: Sequence[str], path: Path) -> None
     for axes in panels:
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
-
-
-def plot_rollouts(report: dict[str, Any], path: Path) -> None:
-    """Plot how long each step's rollouts took with stock vLLM and with drafts. Leaves out the first step."""
-    figure = Figure(figsize=(7, 2.8), layout="constrained")
-    axes = figure.subplots()
-    bars = (("stock", "vLLM", "#b8b8b8", -0.2), ("on", "vLLM with rollout_spec", "#2a9d4a", 0.2))
-    for way, name, color, shift in bars:
-        x, seconds = zip(*((step["step"] + shift, step["seconds"][way]) for step in report["steps"][1:]), strict=True)
-        axes.bar(x, seconds, width=0.4, color=color, label=f"{name}: {sum(seconds):.1f} s in all")
-    same = f"{report['rollouts_identical']} of {report['rollouts_total']} rollouts identical with drafts and without"
-    title = f"{report['generation_speedup']:.1f} times as fast; {same}"
-    axes.set_title(title, loc="left", fontweight="bold", fontsize=10)
-    axes.set(xlabel="GRPO step", ylabel="seconds to sample\nthe step's rollouts")
-    axes.margins(x=0.01)
-    axes.set_ylim(top=1.25 * axes.get_ylim()[1])
-    axes.legend(loc="upper right", ncols=2, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=200, bbox_inches="tight", pad_inches=0.1)

@@ -4,7 +4,7 @@
 
 Runs `python -m examples.demo --own-off` with one seed and one warm-started policy: rollouts are the same, while times,
 and with them how much is drafted, differ. A row per run is appended to `experiments/results/bench_demo.jsonl`. `--keep`
-makes the median run's report and pictures those of the docs.
+makes the median run's report and picture those of the docs.
 
 Gate: all rollouts are identical with speculation on and off.
 """
@@ -23,11 +23,7 @@ from typing import Any
 from experiments.engines.build import ROOT
 from experiments.rows import RESULTS, append, origin
 
-KEPT = {
-    "report.json": RESULTS / "demo_cpu.json",
-    "report.png": RESULTS / "demo_cpu.png",
-    "rollouts.png": ROOT / "docs" / "rollouts.png",
-}
+KEPT = {"report.json": RESULTS / "demo_cpu.json", "report.png": RESULTS / "demo_cpu.png"}
 FIGURES = (
     "generation_speedup", "generation_speedup_per_token", "generation_speedup_own_off", "generation_seconds",
     "generation_tokens", "mean_acceptance_length", "max_logprob_error", "rollouts_identical", "rollouts_total",
@@ -38,7 +34,7 @@ def main() -> None:
     """Run, append rows, and print the median and the range."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--keep", action="store_true", help="the median run's report and pictures, for the docs")
+    parser.add_argument("--keep", action="store_true", help="the median run's report and picture, for the docs")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary, "demo")
