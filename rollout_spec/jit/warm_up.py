@@ -97,7 +97,7 @@ def warm_up_kernels(
     """Compile every variant of the verifier's kernels that an engine may launch, or load them from Triton's cache.
 
     With and without drafts and log-probabilities, for logits as the model gives them and for those that vLLM has
-    processed. 14 variants, with features two more: a second or so each the first time.
+    processed: a second or so for each variant the first time.
 
     Args:
         dtype: Of the model's logits.

@@ -75,4 +75,3 @@ def test_the_warm_up_compiles_every_variant_that_an_engine_launches(method, voca
     compiled = {variant for variant in compiled if variant[0] != "_gather_layout_kernel"}
     assert launched <= compiled
     assert len(launched) > 0.8 * len(compiled)
-    assert len(compiled) == (15 if hidden_size else 13)
