@@ -96,6 +96,23 @@ def test_a_live_problems_rollouts_wait_for_each_other(threads, tmp_path, monkeyp
     wait_until(lambda: one.stats()["rollouts_written"] == 4)
 
 
+def test_what_ends_while_a_file_is_written_is_written_after_it(threads, tmp_path):
+    one = threads()
+    write = one.folder.write
+
+    def slowly(rollouts):
+        if numbers(rollouts) == [1]:
+            one.add([rollout(2), rollout(3)])
+        return write(rollouts)
+
+    one.folder.write = slowly
+    one.add([rollout(1)])
+    one.close()
+    assert held(tmp_path) == [1, 2, 3]
+    assert one.stats()["rollouts_written"] == 3
+    assert one._num_unwritten_tokens == 0
+
+
 def test_what_cannot_be_written_is_tried_again_and_said_once(threads, tmp_path, monkeypatch, caplog):
     one, replace = threads(), os.replace
     refusals = deque([OSError(errno.ENOSPC, "no space")] * 5)

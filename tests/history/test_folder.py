@@ -128,6 +128,8 @@ def test_an_engine_begins_with_the_newest_files(tmp_path):
     assert loaded[-1] == 39
     assert 20 <= len(loaded) <= 20 + module.READERS
     assert other.newest_version == 39
+    num_tokens = rollout(0, size=10).num_tokens
+    assert len(open_again(tmp_path).load((2 * module.READERS + 1) * num_tokens)) == 40, "read in three portions"
     read = [number for problem in range(3) for number in numbers(other.read(problem))]
     assert sorted([*loaded, *read]) == list(range(40))  # each once
 
