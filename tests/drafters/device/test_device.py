@@ -854,3 +854,14 @@ def test_what_is_being_copied_is_recorded_by_who_waits_for_it():
     recorded = drafter.take_recorded(wait=True)
     assert [rollout.tokens.tolist() for rollout in recorded] == [[2, 3, 4]] * 2
     assert drafter.take_recorded(wait=True) == []
+
+
+def test_a_text_as_long_as_was_said_does_not_fill_its_piece():
+    """One that does may lack its last tokens, and has no drafts."""
+    drafter = Engine(max_requests=1).drafter
+    drafter.start_request(0, [1])
+    length = 1
+    for _ in range(3):
+        drafter.reserve(np.array([0]), np.array([length]))
+        assert drafter._pieces[0, 1] > length
+        length = int(drafter._pieces[0, 1])

@@ -101,3 +101,16 @@ def test_a_continuation_does_not_outlive_its_step(drafting):
     assert learned.room.tolist() == [1]
     drafts = drafting.draft(some, learned, num_tokens=1, model=model)
     assert drafts.token_ids[0, : drafts.lengths[0]].tolist() == [5]
+
+
+def test_a_request_does_not_inherit_the_continuation_of_one_that_was_aborted(drafting):
+    drafter, nothing = drafting.drafter, dict.fromkeys(drafting.drafter.source_counts(), (0, 0))
+    some, model = rows(drafting, "new"), ModelDrafts(np.array([[5, 6]], np.int32), np.full((1, 2), 0.9, np.float32))
+    learned = drafting.learn(sampled(drafter.table, some, [[22]]))
+    assert drafting.draft(some, learned, num_tokens=1, model=model).lengths.tolist() == [K]
+    drafter.stop_request("new", keep=False)
+    drafter.start_request("next", [1, 2], problem_id=5, seed=7)
+    assert rows(drafting, "next").tolist() == some.tolist()
+    drafting.learn(sampled(drafter.table, some, [[5, 6, 7, 8]]))
+    assert drafter.source_counts() == nothing
+    assert drafting.choice.model_counts() == (0, 0)

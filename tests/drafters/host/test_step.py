@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rollout_spec.drafters.host.drafter import HistoryDrafter
 from rollout_spec.drafters.host.requests import NO_TOKEN
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
+from rollout_spec.drafters.host.store import PAGE_TOKENS
 from rollout_spec.drafting import Drafting
 from rollout_spec.features.format import FEATURE_WORDS, no_features
 from tests.drafters.recorder import SENTINEL, examples, sampled
@@ -238,3 +239,17 @@ def test_the_table_has_room_for_what_was_reserved(num_tokens):
     for size in range(1, 4):
         drafting.learn(sampled(drafting.drafter.table, [0], [[1] * size]))
     drafting.drafter.check_integrity()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_history_is_bounded_also_where_nothing_is_drafted(is_late):
+    drafter = HistoryDrafter(max_draft_tokens=K, max_history_tokens=4 * PAGE_TOKENS)
+    drafting = Drafting(drafter, K, max_model_len=1 << 20, vocab_size=9)
+    if is_late:
+        drafting.index_late()
+    for number in range(20):
+        drafter.start_request(str(number), [1])
+        drafting.learn(sampled(drafter.table, [drafter.row_of(str(number))], [[2] * PAGE_TOKENS]))
+        assert drafter._store.num_used_pages <= 4 + 1
+        drafter.stop_request(str(number))
+    drafter.check_integrity()
