@@ -100,6 +100,21 @@ def test_emitted_tokens_follow_the_target(verify, drafter):
             assert matches_distribution(following, p), context
 
 
+def test_nothing_is_drafted_past_a_requests_end():
+    """The last token's context is the longest: a draft there would be verified for nothing."""
+    target, _ = markov_target(1)
+    batch, lengths = requests(8, max_tokens=10), set()
+    for request in batch:
+        request.stop_token_id = None
+
+    def watched(contexts):
+        lengths.update(map(len, contexts))
+        return target(contexts)
+
+    generate(batch, Adversary(VOCAB), watched, 4)
+    assert max(lengths) == 3 + 10 - 1
+
+
 def test_invalid_logits_raise():
     batch = requests(1)
     with pytest.raises(FloatingPointError, match="nothing can be sampled"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from vllm import SamplingParams
 
 from rollout_spec import RolloutSpecConfig
 from rollout_spec.drafters.base import problem_of_prompt
-from rollout_spec.integrations.vllm.requests import RequestOptions, request_options, without_history
+from rollout_spec.integrations.vllm.requests import FrontEnd, RequestOptions, request_options, without_history
 from tests.integrations.engines import build, generate, mixed_params, session_of, stats_of, verify_all
 
 pytestmark = pytest.mark.engine
@@ -144,3 +145,27 @@ def test_problems_and_seeds_reach_the_drafter(llm, monkeypatch):
     assert len({tuple(output.token_ids) for output in outputs}) == 1
     assert [given["problem_id"] for given in seen] == [7, 7, problem_of_prompt([1, 6, 9])]
     assert {type(given[name]) for given in seen for name in ("problem_id", "seed")} == {int}
+
+
+@pytest.mark.parametrize("launcher", [None, "external_launcher"])
+def test_seeds_that_follow_from_the_engines_are_repeated_and_are_no_copies(launcher):
+    """Of several front ends, each of which counts its requests from 1."""
+
+    def seeds(front_end, engine_seed=3):
+        parallel = SimpleNamespace(
+            data_parallel_size=1,
+            data_parallel_rank=0,
+            distributed_executor_backend=launcher,
+            _api_process_rank=front_end,
+        )
+        model = SimpleNamespace(seed=engine_seed)
+        engine = SimpleNamespace(use_v2_model_runner=True, parallel_config=parallel, model_config=model)
+        prepare, given = FrontEnd(engine, RolloutSpecConfig()).prepare, []
+        for _ in range(3):
+            given.append(SamplingParams())
+            prepare(SimpleNamespace(sampling_params=given[-1], cache_salt=None))
+        return [params.seed for params in given]
+
+    different = [seed for front_end in range(2) for engine_seed in (3, 4) for seed in seeds(front_end, engine_seed)]
+    assert len(set(different)) == len(different)
+    assert seeds(1) == seeds(1)

@@ -320,6 +320,14 @@ def test_slots_and_tokens_are_booked_to_the_step_that_computed_them():
     assert np.subtract(after, before).tolist() == [4, 3, 1]
 
 
+def test_what_is_sampled_past_a_requests_end_is_no_gain():
+    session, request = a_session(budget=False), a_request()
+    request.sampling_params.max_tokens = 4
+    for tokens, outcome in (([1], 0), ([2], 0), ([3, 4, 5, 6], Outcome([3, 4, 5, 6, 7], 3, 4))):
+        advance(session, {"a": tokens}, {"a": outcome}, requests={"a": request})
+    assert session.stats.tokens_by_batch == [1 + 2], "the first step, of the prompt, is not timed"
+
+
 def test_a_preempted_request_goes_on_where_it_was():
     session, drafter = a_listening_session()
     advance(session, {"a": [1], "b": [2]})

@@ -75,3 +75,24 @@ def test_everything_of_a_step_is_cut_alike(tiny_model):
     assert detokenizer.output_token_ids == [8, 9]
     assert detokenizer.update([5], False) is None
     assert detokenizer.output_token_ids == [8, 9, 5]
+
+
+def test_of_a_step_that_ends_with_a_stop_token_only_that_token_is_no_text(tiny_model):
+    from transformers import AutoTokenizer
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    from rollout_spec.integrations.vllm.stop_strings import end_at_stop_string
+
+    def said(tokens, *, at_once):
+        request = SimpleNamespace(
+            request_id="", prompt_token_ids=[1, 4], prompt_embeds=None, sampling_params=SamplingParams(stop=["w5"])
+        )
+        detokenizer = IncrementalDetokenizer.from_new_request(AutoTokenizer.from_pretrained(tiny_model), request)
+        if at_once:
+            end_at_stop_string(detokenizer, EngineCoreOutput("", tokens, finish_reason=FinishReason.STOP))
+        assert detokenizer.update(tokens, True) is None
+        return detokenizer.output_token_ids, detokenizer.get_next_output_text(True, False)
+
+    assert said([7, 6, 10, 11], at_once=True) == said([7, 6, 10, 11], at_once=False)
+    assert said([7, 6, 10, 11], at_once=True)[1]

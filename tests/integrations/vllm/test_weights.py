@@ -8,9 +8,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from transformers import AutoModelForCausalLM
 
-from rollout_spec import engine_kwargs
+from rollout_spec import RolloutSpecConfig, engine_kwargs
+from rollout_spec.integrations.vllm.runner import RunnerAdapter
 from rollout_spec.integrations.vllm.weights import WeightWatch
 from tests.integrations.engines import (
     build,
@@ -90,6 +92,18 @@ def test_each_update_begins_a_version(tiny_model, monkeypatch, options):
     assert seen[3][1] == before[1], "loaded again from its files, the model is the first one"
     if llm.llm_engine.vllm_config.speculative_config is not None:
         assert runner.rollout_spec.session.drafter._version == len(ways)
+
+
+def test_an_adapter_from_another_path_is_a_new_policy_also_under_an_old_number():
+    adapter = RunnerAdapter(SimpleNamespace(device=torch.device("cpu")), RolloutSpecConfig(), None)
+
+    def version(number, path):
+        request = SimpleNamespace(lora_request=SimpleNamespace(lora_int_id=number, lora_path=path))
+        adapter.on_scheduled(SimpleNamespace(num_spec_tokens_to_schedule=0, scheduled_new_reqs=[request]))
+        adapter.weights.begin_step()
+        return adapter.weights.version
+
+    assert [version(*loaded) for loaded in ((1, "a"), (1, "a"), (2, "b"), (1, "c"), (1, "c"))] == [1, 1, 2, 3, 3]
 
 
 @pytest.mark.engine
