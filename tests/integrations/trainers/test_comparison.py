@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy.stats import t
 
 from rollout_spec.doctor import summary
 from rollout_spec.integrations.trainers.comparison import Comparison
@@ -57,6 +58,18 @@ def test_the_interval_has_the_true_value_in_nine_of_ten_runs(every):
         assert measured.generations == 6
         right += measured.low <= 1.7 <= measured.high
     assert 0.86 < right / runs < 0.94
+
+
+def test_the_interval_is_students_for_so_many_comparisons():
+    """Beyond the table the quantile of its last entry is taken, for which the interval is a little too wide."""
+    for count in (2, 3, 6, 10, 11, 30):
+        logs = np.random.default_rng(count).normal(0.5, 0.1, count)
+        generations = [g for log in logs for g in ((8, 1, 1.0), (8, 1, 1.0), (8, 1, math.exp(log)))]
+        measured = compare(Comparison(3), [*generations, (8, 1, 1.0)])
+        half = t.ppf(0.95, min(count - 1, 9)) * np.std(logs, ddof=1) / math.sqrt(count)
+        assert measured.generations == count
+        assert math.log(measured.high / measured.speedup) == pytest.approx(half, rel=3e-3)
+        assert math.log(measured.speedup / measured.low) == pytest.approx(half, rel=3e-3)
 
 
 def test_the_doctor_leads_with_what_was_measured():

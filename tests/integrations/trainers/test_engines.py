@@ -91,6 +91,22 @@ def test_a_store_that_fails_ends_no_run(monkeypatch, caplog):
     assert caplog.text.count("the store has gone") == 1
 
 
+def test_engines_that_generate_at_once_take_as_long_as_the_slowest():
+    """Of time and memory the most counts, of all else the sum, since the last log."""
+    stats = SpeculationStats()
+    stats.record([4], [3])
+    controller = EngineController(RolloutSpecConfig())
+    controller.llm = object()
+    for times in (1, 2):
+        of_both = SpeculationStats.total([stats.to_dict()] * times).to_dict()
+        engines = {n: Progress(of_both, times * 10, times * (2.0 + n), (5 + n) * 10**6, 7) for n in range(2)}
+        controller._all_engines = lambda engines=engines: engines
+        metrics = controller.take_metrics()
+        assert metrics["rollout_spec/generation_seconds"] == 3.0
+        assert metrics["rollout_spec/drafter_mbytes"] == 6.0
+        assert (metrics["rollout_spec/tokens"], metrics["rollout_spec/accepted_tokens"]) == (20, 6)
+
+
 def test_counters_of_engines_add_up():
     first, second = SpeculationStats(), SpeculationStats()
     first.record([2], [1])
