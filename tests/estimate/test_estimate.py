@@ -21,7 +21,7 @@ from rollout_spec.estimate.costs import (
     step_cost,
 )
 from rollout_spec.estimate.phases import Adaptive, simulate, sum_up
-from rollout_spec.estimate.recorded import RecordedTarget, Rollout, by_problem, read_rollouts
+from rollout_spec.estimate.recorded import RecordedTarget, Rollout, add_rollout, by_problem, read_rollouts
 from rollout_spec.history.folder import HistoryFolder, Origin
 from rollout_spec.history.logs import read
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID
@@ -171,6 +171,21 @@ def test_of_too_many_requests_no_drafts_are_cut_as_in_engines(monkeypatch):
     steps = list(simulate(rollouts, drafter, policy, UNIT_COST, num_speculative_tokens=4, batch=8))
     assert {step.num_draft_tokens for step in steps if step.num_requests > 3} == {0}
     assert any(step.num_draft_tokens for step in steps if step.num_requests <= 3)
+
+
+def test_requests_of_a_new_phase_count_as_certain():
+    """They have the same numbers as those of the last one."""
+    texts = np.random.default_rng(0).integers(0, 3, (4, 40), np.int32)
+    rollouts, policy = [Rollout(0, PROMPT, text) for text in texts], Adaptive(lambda sizes: sizes + 0.5)
+
+    def first_drafts():
+        drafter = build_drafter("history", max_draft_tokens=4)
+        for rollout in rollouts:
+            add_rollout(drafter, rollout)
+        steps = list(simulate(rollouts, drafter, policy, UNIT_COST, num_speculative_tokens=4, batch=4))
+        return steps[0].num_draft_tokens
+
+    assert [first_drafts(), first_drafts()] == [16, 16]
 
 
 @pytest.mark.parametrize(
