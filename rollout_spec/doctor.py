@@ -39,6 +39,7 @@ PACKAGES = (  # name, what needs it if it may be absent, what to do if it cannot
 )
 NOISY = 1.5  # times as long as fast steps of their size: other work changed the steps' time
 ENOUGH_STEPS = 200  # fewer are too few to judge by
+ENOUGH_DRAFTED_STEPS = 100  # of fewer steps with drafts the cost is not known well enough to say what they saved
 LOSS = 0.95  # below this speedup drafts did not pay
 LONG_DRAFTING = 0.15  # share of the time from which on drafting on the host is worth avoiding
 RARELY, OFTEN = 0.1, 0.5  # accepted shares: below the one drafts are too long, above the other too short
@@ -212,9 +213,11 @@ def size_groups(report: dict[str, Any]) -> list[Group]:
         steps, requests, tokens, draft_tokens, _, draft_seconds = sums
         if steps and tokens:
             undrafted = math.nan if undrafted is None else undrafted
-            size = (requests + draft_tokens) / steps
-            step = _seconds_of_step(size, *budget["drafted"]) if draft_tokens else undrafted
-            quiet = steps * step + draft_seconds
+            quiet = draft_seconds
+            if drafted := min(steps, draft_tokens):  # so many steps had drafts at most
+                quiet += drafted * _seconds_of_step(requests / steps + draft_tokens / drafted, *budget["drafted"])
+            if drafted < steps:
+                quiet += (steps - drafted) * undrafted
             groups.append(Group._make([*sums, quiet, tokens * steps / requests * undrafted]))
     return groups[::-1]
 
@@ -232,9 +235,15 @@ def saving(groups: Sequence[Group]) -> Group | None:
     return Group._make(map(sum, zip(*known, strict=True))) if known else None
 
 
+def has_enough_drafts(groups: Sequence[Group]) -> bool:
+    """Whether enough steps had drafts to say what these saved."""
+    return sum(min(group.steps, group.draft_tokens) for group in groups) >= ENOUGH_DRAFTED_STEPS
+
+
 def summary(report: dict[str, Any]) -> str:
     """How speculation has done since the engine started, in one line."""
-    stats, whole = report["stats"], saving(size_groups(report))
+    stats, groups = report["stats"], size_groups(report)
+    whole = saving(groups)
     said = f"{stats['tokens_per_step']:.2f} tokens per request and step"
     if not stats["draft_tokens"]:
         return f"{said}, no draft verified"
@@ -247,12 +256,14 @@ def summary(report: dict[str, Any]) -> str:
         return f"{times} with drafts as without, measured in {count} generation{'s' * (count > 1)}; {said}"
     if whole is None:
         return f"{said}; what that saved is not known: no budget has taken steps without drafts to compare with"
+    if not has_enough_drafts(groups):
+        return f"{said}; too few steps had drafts to say what that saved"
     if whole.is_noisy:
         times = f"steps took {whole.seconds / whole.quiet:.1f} times as long as fast ones of their size"
         return f"{said}; what that saved is too noisy to say: {times}, and drafts changed less"
     return (
-        f"{said}; by estimate, for {whole.seconds / stats['step_seconds']:.1%} of the time, it was "
-        f"{whole.speedup:.2f} times as fast as steps of this engine without drafts"
+        f"{said}; by estimate {whole.speedup:.2f} times as fast as this engine's steps without drafts, in the steps "
+        f"whose cost is known ({whole.seconds / stats['step_seconds']:.1%} of the time)"
     )
 
 
@@ -350,7 +361,8 @@ def advice(report: dict[str, Any]) -> Iterator[str]:
         yield "Group requests: sample each prompt several times in one engine; give variants of it one problem_id."
     if requests and not history.get("folder") and (is_new or report.get("num_processes", 1) > 1):
         yield "Set history_dir: engines share what was said, and a run that resumes has what earlier ones said."
-    if whole is not None and whole.speedup < LOSS and not is_new and not is_busy:
+    is_slower = whole is not None and whole.speedup < LOSS and has_enough_drafts(groups)
+    if whole is not None and is_slower and not is_new and not is_busy:
         yield f"Try speculation=False and compare the ms per token: it made steps {whole.speedup:.2f} times as fast."
     drafting = sum(group.draft_seconds for group in groups) / (sum(group.seconds for group in groups) or 1)
     if drafting > LONG_DRAFTING and not is_busy and not report["device"].endswith("CPU"):
