@@ -210,7 +210,7 @@ def size_groups(report: dict[str, Any]) -> list[Group]:
     budget = report["budget"] or {"undrafted_of_sizes": (), "drafted": ((), ())}
     groups = []
     for *sums, undrafted in zip_longest(*columns, budget["undrafted_of_sizes"]):
-        steps, requests, tokens, draft_tokens, _, draft_seconds = sums
+        steps, requests, tokens, draft_tokens, seconds, draft_seconds = sums
         if steps and tokens:
             undrafted = math.nan if undrafted is None else undrafted
             quiet = draft_seconds
@@ -218,6 +218,7 @@ def size_groups(report: dict[str, Any]) -> list[Group]:
                 quiet += drafted * _seconds_of_step(requests / steps + draft_tokens / drafted, *budget["drafted"])
             if drafted < steps:
                 quiet += (steps - drafted) * undrafted
+            quiet = min(quiet, seconds)  # NaN stays; costs that were learned from a few slow steps are too high
             groups.append(Group._make([*sums, quiet, tokens * steps / requests * undrafted]))
     return groups[::-1]
 
@@ -293,8 +294,25 @@ def explain(report: dict[str, Any]) -> str:
     rows = [[f"{i}", f"{n:,}", f"{accepted / n:.1%}"] for i, (n, accepted) in enumerate(pairs, 1)]
     parts.append(_table(title, ["position", "tokens", "accepted"], rows))
     parts.append(_sizes(size_groups(report)))
+    parts.append(_history(report.get("history") or {}))
     parts.append("\n  - ".join(["What to do", *(list(advice(report)) or ["Nothing: leave it as it is."])]))
     return "\n\n".join(filter(None, parts))
+
+
+def _history(history: dict[str, Any]) -> str:
+    """What there is to draft from, in a line, and one on the folder if there is one; nothing of an older report."""
+    if "rollouts" not in history:
+        return ""
+    lines = [
+        f"History: {history['rollouts']:,} rollouts, {history['tokens']:,} tokens. "
+        f"{history['requests_with_history']:,} of {history['requests']:,} requests had a prompt that was in it"
+    ]
+    if folder := history["folder"]:
+        lines.append(
+            f"Its folder: {folder['rollouts_read']:,} rollouts read, {folder['rollouts_written']:,} written, "
+            f"{folder['rollouts_lost']:,} lost; {folder['files_refused']:,} files refused"
+        )
+    return "\n".join(lines)
 
 
 def _times(stats: dict[str, Any]) -> str:

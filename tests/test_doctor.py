@@ -168,8 +168,10 @@ def test_a_few_slow_drafts_are_not_held_against_all_steps():
     report["budget"]["drafted"], report["stats"]["draft_tokens_by_batch"][0] = [[2], [0.08]], 27
     assert "too few steps had drafts to say what that saved" in summary(report)
     assert "Try" not in " ".join(advice(report))
-    # 27 steps of 80 ms, 973 of 8 ms without drafts, and one second of drafting.
-    assert "1.0 1,000 0.03 2.00 10.00 10.94 16.00 1.46" in page(report)
+    # 27 steps of 80 ms, 973 of 8 ms without drafts, and one second of drafting, would be 10.94 s.
+    assert "1.0 1,000 0.03 2.00 10.00 10.00 16.00 1.60" in page(report), "no pace is slower than the steps were"
+    report["stats"]["seconds_by_batch"][0] = 20.0
+    assert "1.0 1,000 0.03 2.00 20.00 10.94 16.00 1.46" in page(report)
 
 
 # -- where reports come from -------------------------------------------------------------------------------------------

@@ -69,6 +69,7 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
         )
         self._is_for_engine = bool(options or llm_kwargs or compare_every)
         self._is_summarised = False  # the training, in the log
+        self._first_step = 0  # of the training: a resumed one goes on from its checkpoint
         self._server_url: str | None = None
         self._server: Any = None  # its `ServerCounters`, on the rank that logs
         _hook_ppo()
@@ -105,12 +106,16 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
                 "speculated: pass it in callbacks=[...] when the trainer is made, one new object per trainer"
             )
         self.begin_training()
+        self._first_step = state.global_step
         if not state.is_world_process_zero:
             return
         if self._server_url is None:
             vllm_config = self.llm.llm_engine.vllm_config
             config = config_of(vllm_config) or self.config
             tell(describe_engine(vllm_config, config))
+            found = self._command("history") if config.history_dir else {}
+            if "rollouts" in found:  # a drafter of one's own may not say
+                tell(f"rollout_spec: history begins with {found['rollouts']:,} rollouts, {found['tokens']:,} tokens")
         else:
             from rollout_spec.integrations.trainers.server import ServerCounters
 
@@ -138,9 +143,10 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
             unfinished.replace(path)
         except OSError as error:  # must not end the run
             logger.warning("the report for rollout-spec doctor could not be written: %s", error)
-        if not self._is_summarised and state.global_step >= min(STEPS_BEFORE_SUMMARY, state.max_steps):
+        num_steps, most_steps = state.global_step - self._first_step, state.max_steps - self._first_step
+        if not self._is_summarised and num_steps >= max(min(STEPS_BEFORE_SUMMARY, most_steps), 1):
             self._is_summarised = True
-            tell(f"rollout_spec: after {state.global_step} training steps {summary(report)}; more in {path}")
+            tell(f"rollout_spec: after {num_steps} training steps {summary(report)}; more in {path}")
 
 
 def tell(line: str) -> None:

@@ -138,11 +138,13 @@ def test_grpo_with_tools_over_several_turns(tiny_model, tmp_path):
     assert sum(entry["tools/failure_frequency"] for entry in logs) == 0
 
 
-def test_grpo_resumed_from_a_checkpoint(tiny_model, tmp_path):
+def test_grpo_resumed_from_a_checkpoint(tiny_model, tmp_path, monkeypatch):
     """The steps after a checkpoint give the rollouts that the uninterrupted run gave.
 
     Within an epoch: at the next one TRL would shuffle the prompts in another way than without the interruption.
     """
+    lines = []
+    monkeypatch.setattr("rollout_spec.integrations.trainers.trl.tell", lines.append)
     whole, resumed, data = Compared(), Compared(), {"train_dataset": PROMPTS}
     trainer = make_trainer(
         tiny_model, tmp_path, [whole], arguments=data, max_steps=4, save_strategy="steps", save_steps=2
@@ -153,6 +155,7 @@ def test_grpo_resumed_from_a_checkpoint(tiny_model, tmp_path):
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     check(trainer, resumed, 16)
     assert resumed.rollouts == whole.rollouts[16:]
+    assert ["after 3 training" in lines[1], "after 2 training" in lines[3]] == [True, True], "this training's own steps"
 
 
 def byte_tokenizer():

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from rollout_spec import engine_kwargs
 from rollout_spec.cli import main
+from rollout_spec.doctor import explain, read_report
 from tests.history.made_up import rollouts_in
 from tests.integrations.engines import (
     build,
@@ -71,7 +72,9 @@ def test_a_drafter_that_raises_in_the_end_keeps_nothing_from_being_written(tiny_
     assert not session.is_learning
 
 
-def test_a_resumed_trainer_drafts_from_what_was_sampled_before(tiny_model, tmp_path):
+def test_a_resumed_trainer_drafts_from_what_was_sampled_before(tiny_model, tmp_path, monkeypatch):
+    lines = []
+    monkeypatch.setattr("rollout_spec.integrations.trainers.trl.tell", lines.append)
     first = Compared(history_dir=True)
     make_trainer(tiny_model, tmp_path, [first], max_steps=2).train()
     session_of(first.llm).engine_history.close()
@@ -80,6 +83,14 @@ def test_a_resumed_trainer_drafts_from_what_was_sampled_before(tiny_model, tmp_p
     texts = [rollout.tokens.tolist() for rollout in kept]
     assert sorted(texts) == sorted(first.rollouts)
     resumed = Compared(history_dir=True)
-    make_trainer(tiny_model, tmp_path, [resumed], max_steps=1)
+    trainer = make_trainer(tiny_model, tmp_path, [resumed], max_steps=1)
     assert history(resumed.llm)["rollouts"] == len(texts) == 16
     assert stats_of(resumed.llm)["policy_version"] >= 1
+    trainer.train()
+    begins = [line for line in lines if "history begins with" in line]
+    assert [line.split("with ")[1] for line in begins] == [
+        "0 rollouts, 0 tokens",
+        f"16 rollouts, {sum(map(len, texts))} tokens",
+    ]
+    page = explain(read_report(tmp_path / "rollout_spec.json"))
+    assert "requests had a prompt that was in it\nIts folder: 16 rollouts read, " in page
