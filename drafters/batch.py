@@ -87,7 +87,10 @@ class _OneByOne:
         if len(proposed) != rows.size:
             raise ValueError(f"drafted for {len(proposed)} requests where {rows.size} were asked for")
         drafts = self.table.arrays.history
-        for row, (token_ids, confidence), limit in zip(rows.tolist(), proposed, room.tolist(), strict=True):
+        for row, draft, limit in zip(rows.tolist(), proposed, room.tolist(), strict=True):
+            if not isinstance(draft, tuple) or len(draft) != 2:
+                raise ValueError(f"propose must return a list of rollout_spec.types.Draft, got {draft!r} in it")
+            token_ids, confidence = draft
             if (
                 not isinstance(token_ids, np.ndarray)
                 or token_ids.dtype != np.int32

@@ -246,6 +246,8 @@ def summary(report: dict[str, Any]) -> str:
     stats, groups = report["stats"], size_groups(report)
     whole = saving(groups)
     said = f"{stats['tokens_per_step']:.2f} tokens per request and step"
+    if stats["drafter_errors"]:
+        said += ", the drafter has raised and is off"
     if not stats["draft_tokens"]:
         return f"{said}, no draft verified"
     said += f", {stats['acceptance_rate']:.1%} of {stats['draft_tokens']:,} drafted tokens accepted"

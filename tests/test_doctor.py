@@ -80,6 +80,8 @@ def test_what_is_not_known_is_not_made_up():
     assert "64.0 10 0.00 1.00 0.20 ? ? ?" in page(report)
     assert "what that saved is not known" in summary(a_report(budget=None))
     assert summary(a_report(stats=SpeculationStats().to_dict())).endswith("step, no draft verified")
+    broken = SpeculationStats(drafter_errors=1).to_dict()
+    assert summary(a_report(stats=broken)).endswith("step, the drafter has raised and is off, no draft verified")
     assert explain(a_report(stats=SpeculationStats().to_dict())) == "Nothing has been generated yet."
     device = SpeculationStats(forward_seconds=3.0, verify_seconds=1.0)
     device.record([0], [0])

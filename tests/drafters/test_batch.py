@@ -246,6 +246,7 @@ class Said:
     [
         ([Draft(np.array([1], np.int32), np.array([], np.float32))], "a confidence for each"),
         ([Draft([1], np.array([0.5], np.float32))], "int32 tokens"),
+        ([[1, 2, 3]], "list of rollout_spec.types.Draft"),
         ([Draft(np.array([1.0]), np.array([0.5], np.float32))], "int32 tokens"),
         ([Draft(np.array([1] * 3, np.int32), np.full(3, 0.5, np.float32))], "drafted 3 tokens where 2"),
         ([], "for 0 requests where 1"),
