@@ -260,7 +260,7 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
     known = [row for row in rows if row["interval"] is not None]
     if not known:
         most = max(row["prompts"] for row in rows)
-        return f"{most} prompts are too few to tell, ten or more would do"
+        return f"{most} prompts are too few for an interval and a verdict, which take {ENOUGH_PROMPTS}"
     least = {row["epoch"]: row["interval"][0] for row in known}
     if least.get("first", 0.0) >= WORTH_IT:
         return "worth it"

@@ -55,7 +55,8 @@ def read_rollouts(source: str, tokenizer: str | None = None) -> list[Rollout]:
         loaded = None if tokenizer is None else load_tokenizer(tokenizer)
         found = list(read(Path(source), loaded, lambda number, reason: bad.append(f"{source}:{number}: {reason}")))
     if not found:
-        raise ValueError(bad[0] if bad else f"{source}: no rollouts")
+        hint = "" if Path(source).is_file() else ", as history is kept; name log files one by one, as *.parquet does"
+        raise ValueError(bad[0] if bad else f"{source}: no rollouts{hint}")
     if bad:
         print(f"{len(bad):,} left out, first {bad[0]}", file=sys.stderr)
     return [Rollout(k.problem_id, prompt, k.tokens, k.version, features=k.features) for k, prompt in found]

@@ -23,6 +23,8 @@ COLUMNS = (
     ("input", "output"),  # verl's rollout_data_dir: text
 )
 """Names of prompt and completion. The first pair that a line has counts, so token ids before text."""
+REPLACEMENT = "\ufffd"
+"""What tokenizers decode bytes to that are no UTF-8."""
 VERSION_COLUMNS = ("version", "policy_version", "step", "epoch")
 
 
@@ -109,6 +111,10 @@ def _tokens(row: dict[str, Any], tokenizer: Any) -> tuple[Int32Array, Int32Array
             prompt = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # whatever a template raises
             raise ValueError(f"the tokenizer's chat template cannot render it: {first_line(error)}") from error
+    if isinstance(completion, str):
+        completion = completion.rstrip(REPLACEMENT)  # of a rollout that ended within a character
+        if REPLACEMENT in completion:
+            raise ValueError("the completion's text has U+FFFD for tokens that are no text, so they are not known")
     return _encode(tokenizer, prompt), _encode(tokenizer, completion)
 
 

@@ -139,7 +139,7 @@ def test_what_it_says():
     assert verdict([row("first", 1.2), row("later", 1.0)]) == "worth it"
     assert verdict([row("first", 1.05), row("later", 1.2)]) == "worth it from the second epoch on"
     assert verdict([row("first", 1.05)]) == verdict([row("later", 0.9)]) == "not worth it"
-    assert verdict([row("first", None, 3)]) == "3 prompts are too few to tell, ten or more would do"
+    assert verdict([row("first", None, 3)]) == "3 prompts are too few for an interval and a verdict, which take 10"
 
 
 def test_a_prompt_counts_once_and_one_without_steps_not_at_all():
@@ -212,6 +212,12 @@ def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch, rows, options, mes
     shown = capsys.readouterr()
     assert (shown.out, len(shown.err.splitlines())) == ("", 1)
     assert message in shown.err
+
+
+def test_a_folder_of_logs_is_not_one_of_history(tmp_path, capsys):
+    write_log(tmp_path / "log.jsonl", [{"prompt_ids": [1], "completion_ids": [2, 3]}])
+    assert main(["estimate", str(tmp_path)]) == 2
+    assert "no rollouts, as history is kept; name log files one by one" in capsys.readouterr().err
 
 
 def test_one_rollout_and_a_torn_line_are_enough(tmp_path, capsys):

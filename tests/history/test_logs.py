@@ -65,6 +65,7 @@ USER = [{"role": "user", "content": "w5 w6"}]
         ({"input": "w5 w6", "output": "w8 w9", "step": 2, "score": 1.0}, [5, 6], [8, 9], 2),  # verl
         ({"prompt": "w5", "completion": "w8", "step": 7, "advantage": 0.1}, [5], [8], 7),  # TRL
         ({"prompt": USER, "completion": "w8 w9"}, [91, 5, 6, 90], [8, 9], 0),
+        ({"prompt": "w5", "completion": "w8 \ufffd\ufffd"}, [5], [8], 0),  # it ended within a character
     ],
 )
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -117,6 +118,7 @@ def test_a_problem_may_be_named_and_a_version_given(tmp_path):
         ({**IDS, "step": math.inf}, "policy version must be an integer"),
         ({**IDS, "problem_id": 2**64}, "problem_id must be an integer of 64 bits"),
         ({"prompt": [{"role": "nobody", "content": ""}], "completion": "w5"}, "chat template cannot render it"),
+        ({"prompt": "w5", "completion": "\ufffd w5"}, "the completion's text has U+FFFD"),
         ({"prompt": "w5", "completion": USER}, "must be text or a list of token ids"),
     ],
 )
