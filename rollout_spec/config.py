@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -159,8 +159,12 @@ class RolloutSpecConfig:
         return self.speculation and runs_on_device(self.drafter)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RolloutSpecConfig:
-        """Build from plain data, as found in `additional_config["rollout_spec"]`. An unknown key is a ValueError."""
+    def from_dict(cls, values: Mapping[str, Any], *, beside: Sequence[str] = ()) -> RolloutSpecConfig:
+        """Build from plain data, as found in `additional_config["rollout_spec"]`. An unknown key is a ValueError.
+
+        Args:
+            beside: Keys that the caller has taken out of `values`, which the error names, too.
+        """
         if not isinstance(values, Mapping):
             raise TypeError(
                 "the rollout_spec config must be a dict, such as rollout_spec.engine_kwargs() makes, got "
@@ -169,8 +173,8 @@ class RolloutSpecConfig:
         known = [f.name for f in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
-                hint = checks.did_you_mean(key, known)
-                raise ValueError(f"unknown rollout_spec config key {key!r}{hint}. Known keys: {', '.join(known)}")
+                hint, names = checks.did_you_mean(key, [*known, *beside]), ", ".join([*known, *beside])
+                raise ValueError(f"unknown rollout_spec config key {key!r}{hint}. Known keys: {names}")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:

@@ -358,7 +358,7 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> Environment
         models = options.pop(MODELS, [])
         if not isinstance(models, list) or not all(isinstance(pattern, str) for pattern in models):
             raise TypeError(f"{MODELS} must be a list of patterns, got {shown(models)}")
-        return EnvironmentRequest(RolloutSpecConfig.from_dict(options), models, options)
+        return EnvironmentRequest(RolloutSpecConfig.from_dict(options, beside=(MODELS,)), models, options)
     except (TypeError, ValueError, RecursionError) as error:
         example = f"""{VARIABLE}='{{"num_speculative_tokens": 8, "{MODELS}": ["Qwen/*"]}}'"""
         raise ValueError(f"{VARIABLE}: {error}. Got {text:.200}, an example is {example}") from error
