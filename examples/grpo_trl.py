@@ -2,6 +2,8 @@
 
 On a GPU:  python examples/grpo_trl.py --model Qwen/Qwen2.5-1.5B-Instruct
 On a CPU:  python examples/grpo_trl.py --model PATH_OF_A_SMALL_MODEL --steps 2 --max-completion-length 32
+           If its cores have other work, set OMP_NUM_THREADS=1 and VLLM_CPU_OMP_THREADS_BIND=nobind: vLLM's threads
+           wait for each other.
 
 The policy learns to add two numbers. Problems are made here, so nothing but the model is downloaded.
 """
