@@ -36,6 +36,7 @@ from rollout_spec.estimate.costs import (
 )
 from rollout_spec.estimate.phases import Adaptive, Phase, Policy, k_by_requests, simulate, sum_up
 from rollout_spec.estimate.recorded import Rollout, add_rollout, by_problem, read_rollouts
+from rollout_spec.history.command import load_tokenizer
 from rollout_spec.imports import install
 from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 
@@ -276,7 +277,18 @@ def _read(args: Namespace) -> list[Rollout]:
         )
     if min(args.requests) < 1:
         raise ValueError(f"--requests must be positive, got {min(args.requests)}")
-    rollouts = [rollout for path in args.paths for rollout in read_rollouts(path, args.tokenizer)]
+    tokenizer = None if args.tokenizer is None else load_tokenizer(args.tokenizer)
+    rollouts: list[Rollout] = []
+    unusable = []
+    for path in args.paths:
+        try:
+            rollouts += read_rollouts(path, tokenizer)
+        except ValueError as error:
+            unusable.append(str(error))
+    if not rollouts:
+        raise ValueError(unusable[0])
+    if unusable:
+        print(f"{len(unusable):,} of {len(args.paths):,} files are left out, first {unusable[0]}", file=sys.stderr)
     if all(rollout.token_ids.size < 2 for rollout in rollouts):
         raise ValueError("all rollouts have one token: there is nothing to draft")
     return rollouts

@@ -37,13 +37,15 @@ class Rollout(NamedTuple):
     features: Features | None = None
 
 
-def read_rollouts(source: str, tokenizer: str | None = None) -> list[Rollout]:
+def read_rollouts(source: str, tokenizer: Any = None) -> list[Rollout]:
     """The rollouts of a folder of history, or of a file that `history import` reads. Says on stderr what is left out.
+
+    Args:
+        tokenizer: Of transformers. None: only token ids can be read.
 
     Raises:
         ValueError: nothing in it can be used, or text comes without the model's tokenizer.
     """
-    from rollout_spec.history.command import load_tokenizer
     from rollout_spec.history.folder import HistoryFolder, Origin
     from rollout_spec.history.logs import read
 
@@ -52,8 +54,7 @@ def read_rollouts(source: str, tokenizer: str | None = None) -> list[Rollout]:
         kept = HistoryFolder(source, Origin()).all_rollouts(lambda path, reason: bad.append(f"{path}: {reason}"))
         found = [(rollout, rollout.context) for rollout in kept]
     else:
-        loaded = None if tokenizer is None else load_tokenizer(tokenizer)
-        found = list(read(Path(source), loaded, lambda number, reason: bad.append(f"{source}:{number}: {reason}")))
+        found = list(read(Path(source), tokenizer, lambda number, reason: bad.append(f"{source}:{number}: {reason}")))
     if not found:
         hint = "" if Path(source).is_file() else ", as history is kept; name log files one by one, as *.parquet does"
         raise ValueError(bad[0] if bad else f"{source}: no rollouts{hint}")

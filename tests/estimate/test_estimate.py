@@ -214,6 +214,15 @@ def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch, rows, options, mes
     assert message in shown.err
 
 
+def test_a_file_without_rollouts_does_not_keep_others_from_being_read(tmp_path, capsys):
+    good = write_log(tmp_path / "good.jsonl", [{"prompt_ids": [1], "completion_ids": [2, 3, 4]}] * 2)
+    bad = write_log(tmp_path / "bad.jsonl", [{"prompt_ids": [1], "completion_ids": []}])
+    assert main(["estimate", bad, good]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("2 rollouts of 1 prompts")
+    assert f"1 of 2 files are left out, first {bad}:1: the completion is empty" in shown.err
+
+
 def test_a_folder_of_logs_is_not_one_of_history(tmp_path, capsys):
     write_log(tmp_path / "log.jsonl", [{"prompt_ids": [1], "completion_ids": [2, 3]}])
     assert main(["estimate", str(tmp_path)]) == 2
