@@ -15,9 +15,12 @@ import numpy as np
 from experiments.rows import RESULTS
 
 Rows = list[dict[str, Any]]
-PAGES = ("README.md", "docs/benchmarks.md", "docs/history.md", "docs/model-drafters.md", "docs/target-features.md")
-LABELS = {"", "What", "Ran on", "requests", "requests, real model", "epoch", "set", "Engine", "Engines", "Drafts", "T",
-          "Drafter, 3 tokens", "rollouts"}  # fmt: skip
+PAGES = ("README.md", "docs/benchmarks.md", "docs/history.md", "docs/model-drafters.md", "docs/target-features.md",
+         "docs/gpu.md")  # fmt: skip
+LABELS = {
+    "", "64 requests", "Stage", "What", "Ran on", "requests", "requests, real model", "epoch", "set", "Engine",
+    "Engines", "Drafts", "T", "Drafter, 3 tokens", "rollouts",
+}  # fmt: skip
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 
 
@@ -73,6 +76,10 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     trl = [row for row in read("bench_trl") if "H100" in row["device"]]
     phases = read("modes_simulated", benchmark="modes/phases")
     first += [*fields(trl, "times_as_fast", "identical", "rollouts"), *on_gpu(phases)]
+    of_64 = [row for row in phases if row["batch"] == 64]
+    seconds = [row[kind]["seconds"] for row in of_64 for kind in ("measured", "simulated")]
+    seconds += [row["measured"]["tokens_per_step"] for row in of_64]
+    yield "| 64 requests | ", [*read("bench_phase"), *of_64], [*seconds, *on_gpu(phases)]
     yield "| What | Ran on ", [*trl, *phases, *demos, *engines, *run], first
     rows = read("real_policy/run_features", benchmark="real_policy/epoch")
     epochs = fields(rows, "reward", "tokens_per_step", "stock_over_on_per_token", "off_over_on")

@@ -32,7 +32,7 @@ HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 320" font-fam
   <path d="M 60 60 V 280 H 850" fill="none" stroke="#8c959f"/>
   <path d="M 60 225 H 850" stroke="#8c959f" stroke-dasharray="3 4"/>
   <text x="850" y="243" text-anchor="end">the last {few}</text>
-  <text x="432" y="130">all {requests} rollouts identical with drafts and without</text>"""
+  <text x="432" y="130">all {requests} rollouts identical to our engine's without drafts</text>"""
 
 
 def sample(llm: Any, prompts: list[str], seed: int, lengths: list[int] | None) -> tuple[list[Any], list[list[int]]]:
@@ -68,7 +68,8 @@ def measure(policy: Path) -> dict[str, Any]:
             for seed, prompts in enumerate((other, same, same)):
                 curve, found = sample(llm, prompts, seed, lengths)
             rollouts = rollouts or found
-            if lengths != list(map(len, found)) if lengths else rollouts != found:
+            is_same = list(map(len, found)) == lengths if lengths else found == rollouts
+            if not is_same:
                 raise SystemExit(f"gate: {name} in turn {turn} has other rollouts than the first without drafts")
             curves[name].append(curve)
     seconds = {name: [curve[-1][0] for curve in curves[name]] for name in MODES}

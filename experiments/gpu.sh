@@ -16,7 +16,7 @@
 #   ROLLOUTS   recorded rollouts to repeat instead of those in experiments/engines
 #   SHAPE      of the model in `first` and `second`, 1.5b unless set; `tiny` makes every stage small, for a CPU
 #   TRITON_CACHE_DIR  kernels that were compiled elsewhere, which saves minutes of `check`. A CPU with the same release of
-#              Triton fills an empty folder by KERNELS_FILL_CACHE=1 PYTHONPATH=tests/gpu_stand_in:. and the stages' commands.
+#              Triton fills the folder by KERNELS_FILL_CACHE=1 PYTHONPATH=tests/gpu_stand_in:. and the stages' commands.
 # A failing stage does not stop the others. OUT gets results.jsonl, summary.txt and logs.tar.gz, which holds all that each
 # stage and each engine printed.
 set -uo pipefail

@@ -28,7 +28,7 @@ def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
 def upload(values: NDArray[Any], device: torch.device) -> Tensor:
     """A new array as a tensor on the device."""
     tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if runs_later(device) else tensor
+    return tensor.pin_memory().to(device, non_blocking=True) if runs_later(device) else tensor.to(device)
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
@@ -38,10 +38,9 @@ def copy_to_host(tensor: Tensor) -> Tensor:
 
 
 class HostCopy:
-    """One copy of several tensors, which begins when it is made and which nothing waits for until it is read.
+    """Copies several tensors to the host at once. The copy begins now, and `read` waits for it.
 
-    Each copy of its own would be a wait of its own. Tensors that are on the host are kept as they are: nothing may
-    write to them before `read`.
+    Tensors that are on the host are kept as they are: nothing may write to them before `read`.
 
     Args:
         tensors: Integer tensors on one device.

@@ -2,7 +2,7 @@
 
 The environment variable KERNELS chooses: `emulate`, the default where there is a C compiler, `races` (emulated in
 random order, looking for races) or `interpret`. KERNELS_CAPABILITY=80 compiles for another GPU than Hopper;
-KERNELS_FILL_CACHE=1 leaves machine code in an empty TRITON_CACHE_DIR, for a GPU to find.
+KERNELS_FILL_CACHE=1 leaves machine code in TRITON_CACHE_DIR, for a GPU to find.
 """
 
 from __future__ import annotations

@@ -6,7 +6,9 @@ Rollouts are the same with and without drafts, so those of such a generation are
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import NamedTuple
 
@@ -27,18 +29,29 @@ class Measured(NamedTuple):
 
 
 class _Generation(NamedTuple):
-    kind: tuple[int, int]
-    """Requests, and the generation's number in its step: later turns have longer prompts."""
+    num_requests: int
     log_seconds: float
     """Per token, the logarithm."""
+
+
+@dataclass
+class _Turn:
+    """The generations that are the same turn of their steps."""
+
+    number: int = 0
+    """Of its next generation."""
+    before: _Generation | None = None
+    plain: _Generation | None = None
+    """One without drafts, and what came before it is comparable."""
 
 
 class Comparison:
     """Compares every n-th generation, without drafts, with the one before and the one after it, per token.
 
     Which generations these are does not depend on what they say, so the mean is not biased. Neighbours with another
-    number of requests, or that are another turn of their step, are not compared with, as steps cost more or less then.
-    That the machine or the rollouts change slowly does not matter, as the one before and the one after count equally.
+    number of requests are not compared with, as steps cost more or less then. Where steps have several generations,
+    each turn is compared with the same turn of other steps, as later ones have longer prompts. That the machine or the
+    rollouts change slowly does not matter, as the one before and the one after count equally.
 
     Args:
         every: n, 3 or more, so that no generation is the neighbour of two, and comparisons are independent.
@@ -46,33 +59,32 @@ class Comparison:
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self._number = 0
-        self._before: _Generation | None = None
-        self._plain: _Generation | None = None  # one without drafts, and what came before it is comparable
+        self._turns: defaultdict[int, _Turn] = defaultdict(_Turn)
         self._logs: list[float] = []
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the next generation shall have no drafts."""
-        return self._number % self._every == self._every - 1
+    def is_plain(self, turn: int = 0) -> bool:
+        """Whether the next generation that is this turn of its step shall have no drafts."""
+        return self._turns[turn].number % self._every == self._every - 1
 
-    def observe(self, num_requests: int, num_tokens: int, seconds: float, *, number_in_step: int = 0) -> None:
-        """The next generation has ended."""
-        was_plain, self._number = self.is_plain, self._number + 1
+    def observe(self, num_requests: int, num_tokens: int, seconds: float, turn: int = 0) -> None:
+        """A generation has ended, which was this turn of its step."""
+        was_plain, of_turn = self.is_plain(turn), self._turns[turn]
+        of_turn.number += 1
         if not num_tokens:
-            self.forget()
+            of_turn.before = of_turn.plain = None
             return
-        now = _Generation((num_requests, number_in_step), math.log(seconds / num_tokens))
+        now, before, plain = _Generation(num_requests, math.log(seconds / num_tokens)), of_turn.before, of_turn.plain
         if was_plain:
-            self._plain = now if self._before is not None and self._before.kind == now.kind else None
+            of_turn.plain = now if before is not None and before.num_requests == num_requests else None
             return
-        if self._plain is not None and self._before is not None and self._plain.kind == now.kind:
-            self._logs.append(self._plain.log_seconds - (self._before.log_seconds + now.log_seconds) / 2)
-        self._before, self._plain = now, None
+        if plain is not None and before is not None and plain.num_requests == num_requests:
+            self._logs.append(plain.log_seconds - (before.log_seconds + now.log_seconds) / 2)
+        of_turn.before, of_turn.plain = now, None
 
     def forget(self) -> None:
         """What comes next is not compared with what was before."""
-        self._before = self._plain = None
+        for of_turn in self._turns.values():
+            of_turn.before = of_turn.plain = None
 
     def measured(self) -> Measured | None:
         """None before the first comparison."""

@@ -100,6 +100,7 @@ class EngineController:
         self._run_seed = self._replica = self._step = 0
         self._engines = Engines(0, 1)
         self._num_trainings = self._num_generations = 0  # of this trainer; of this step, evaluations included
+        self._has_steps = False  # whether the trainer calls `begin_step`
         self._first_stats: dict[str, Any] = {}  # the engine's counters when it was attached; since then:
         self._num_tokens, self._seconds = 0, 0.0
         self._seen: dict[int, Progress] = {}  # of each engine, when metrics were last taken
@@ -137,7 +138,7 @@ class EngineController:
 
     def begin_step(self, step: int, model: Any = None) -> None:
         """Begin a training step, from whose number seeds derive; `model`, if given, replaces that of `begin_run`."""
-        self._step, self._num_generations = checks.integer("step", step, 0), 0
+        self._step, self._num_generations, self._has_steps = checks.integer("step", step, 0), 0, True
         self.model = model if model is not None else self.model
 
     def begin_policy_version(self) -> None:
@@ -246,7 +247,8 @@ class EngineController:
         if comparison is not None and not self._enabled:
             comparison.forget()
             comparison = None
-        is_plain = comparison is not None and comparison.is_plain
+        turn = self._num_generations if self._has_steps else 0
+        is_plain = comparison is not None and comparison.is_plain(turn)
         if is_plain:
             self._command("set_enabled", False)
         started = time.perf_counter()
@@ -261,7 +263,7 @@ class EngineController:
         self._seconds += seconds
         self._num_tokens += num_tokens
         if comparison is not None:
-            comparison.observe(len(completions), num_tokens, seconds, number_in_step=self._num_generations)
+            comparison.observe(len(completions), num_tokens, seconds, turn)
         if self._engines.are_several:
             self._engines.publish(self._progress())
         return outputs

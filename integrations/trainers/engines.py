@@ -20,7 +20,7 @@ from rollout_spec.stats import SpeculationStats
 logger = logging.getLogger(__name__)
 
 _NUMBERS = itertools.count()
-"""All processes make their trainers in the same order, so a trainer has the same number in each."""
+"""All processes make trainers with several engines in the same order, so a trainer has the same number in each."""
 
 
 class Progress(NamedTuple):
@@ -55,7 +55,8 @@ class Engines:
 
     def __init__(self, replica: int, num_replicas: int) -> None:
         self._replica, self._num_replicas = replica, num_replicas
-        self._key = f"rollout_spec/{next(_NUMBERS)}/engine/{{}}"
+        number = next(_NUMBERS) if num_replicas > 1 else 0
+        self._key = f"rollout_spec/{number}/engine/{{}}"
 
     @property
     def are_several(self) -> bool:

@@ -197,7 +197,8 @@ def _drop_graphs_of_no_step(manager: Any) -> None:
     """Where K follows the number of requests, capture only what some number of requests can replay.
 
     vLLM would capture every size for each K that occurs. A step may have a lower K than its number of requests allows
-    (`measured_schedule.py`), never a higher one. Few requests of a mixture of experts have no drafts at all.
+    (`measured_schedule.py`), and a higher one only right after requests have ended, when it runs piecewise. Few
+    requests of a mixture of experts have no drafts at all.
     """
     from vllm.config import CUDAGraphMode
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
@@ -208,7 +209,7 @@ def _drop_graphs_of_no_step(manager: Any) -> None:
         return
     max_num_seqs = manager.vllm_config.scheduler_config.max_num_seqs
     k_of_batch = build_dynamic_sd_schedule_lookup(ranges, max_num_seqs, speculative.num_speculative_tokens)
-    used: dict[int | None, range] = {}  # by tokens per request, numbers of requests of graphs that are replayed
+    used: dict[int | None, range] = {}  # by tokens per request, sizes that are captured
     for width in {desc.uniform_token_count for desc in whole} - {None}:
         numbers = [n for n in range(1, max_num_seqs + 1) if k_of_batch[n] >= width - 1]
         if numbers:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 import sys
+from pathlib import Path
 
 import torch
 
@@ -12,8 +14,6 @@ from tests.ptx.machine import Fault, Loaded
 from tests.ptx.program import Program
 
 _loaded: dict[bytes, Loaded] = {}
-_ptx: dict[bytes, bytes] = {}
-"""By the machine code that was made of it."""
 launched: dict[str, set[Loaded]] = {}
 """The variants of each kernel that were launched so far; tests clear it."""
 
@@ -39,6 +39,11 @@ def _bits(kind: str, value) -> int:
     if kind == "fp64":
         return struct.unpack("<Q", struct.pack("<d", value))[0]
     return int(value) & (1 << int(kind.lstrip("iu"))) - 1
+
+
+def _ptx_of(binary: bytes) -> Path:
+    """Where the PTX of machine code is kept."""
+    return Path(os.environ["TRITON_CACHE_DIR"]) / f"{hashlib.sha256(binary).hexdigest()}.ptx"
 
 
 class _Launcher:
@@ -74,7 +79,8 @@ class _Launcher:
 class _Utils:
     def load_binary(self, name, binary, shared, device):
         if binary not in _loaded:
-            _loaded[binary] = Loaded(Program(_ptx.get(binary, binary).decode()))
+            source = _ptx_of(binary).read_bytes() if binary.startswith(b"\x7fELF") else binary
+            _loaded[binary] = Loaded(Program(source.decode()))
         return 1, _loaded[binary], 32, 0, 1024
 
     def get_device_properties(self, device):
@@ -118,7 +124,7 @@ def emulate(capability: int = 90, *, fills_cache: bool = False) -> None:
     """From now on, launches on CPU tensors run the PTX that Triton compiles for GPUs of this capability.
 
     Args:
-        fills_cache: Leave machine code in Triton's cache, as a GPU would. The cache must be empty before.
+        fills_cache: Leave machine code in Triton's cache, as a GPU would, and its PTX beside it.
     """
     os.environ.pop("TRITON_INTERPRET", None)
     import triton
@@ -129,7 +135,7 @@ def emulate(capability: int = 90, *, fills_cache: bool = False) -> None:
 
     def make_cubin_and_remember(self, source, *args):
         binary = make_cubin(self, source, *args)
-        _ptx[binary] = source.encode()
+        _ptx_of(binary).write_text(source)
         return binary
 
     if fills_cache:

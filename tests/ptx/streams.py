@@ -4,8 +4,7 @@ Work runs at once, in the host's order, which is one of the orders that a device
 same is checked: of two pieces of work in different streams, or of the host, that touch the same bytes, one of them
 writing, one must happen before the other, by launches, events and waits. Values follow it: a copy to pinned memory
 arrives when the host has waited for it, or by chance when the host asks for its event, and until then the memory is
-full of `POISON`. Accesses through NumPy are not
-seen, only what they read.
+full of `POISON`. NumPy's writes are not seen; a NumPy read that comes too early sees poison.
 
 Tensors of an emulated device are the CPU's. As host memory count those that are pinned.
 """
@@ -14,6 +13,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -138,7 +138,7 @@ class _Machine:
     """Who has touched what, and what is still on its way."""
 
     def __init__(self, seed: int) -> None:
-        self.chance = random.Random(seed)
+        self.chance, self._thread = random.Random(seed), threading.get_ident()
         self.host, self.main = Stream(), Stream()
         self.current = self.main
         self._streams = {self.main}
@@ -176,15 +176,17 @@ class _Machine:
 
     def wait(self, seen: dict[Stream, int]) -> None:
         """The host waits."""
+        assert threading.get_ident() == self._thread, "the order of several threads is not known"
         self.host.see(seen)
         due = [entry for entry in self._arriving if entry[1] <= self.host.seen[entry[0]]]
         self._arriving = [entry for entry in self._arriving if entry[1] > self.host.seen[entry[0]]]
         with self.unseen():
             for _, _, destination, value in due:
                 destination.copy_(value)
-            for upload in [upload for upload in self._uploads if upload.number <= self.host.seen[upload.stream]]:
-                self._uploads.remove(upload)
-                if not torch.equal(upload.source, upload.value):
+            over = [upload for upload in self._uploads if upload.number <= self.host.seen[upload.stream]]
+            self._uploads = [upload for upload in self._uploads if upload.number > self.host.seen[upload.stream]]
+            for upload in over:
+                if not torch.equal(upload.source.view(torch.uint8), upload.value.view(torch.uint8)):
                     raise Fault("pinned memory was overwritten on the host while it was copied to the device")
 
     def finish(self) -> None:
@@ -237,6 +239,7 @@ class _Machine:
         for tensor in results:
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in known:
                 self._allocate(tensor)
+                given.append((tensor, True))
         if not is_access:
             return
         is_host = any(self.is_pinned(tensor) for tensor, _ in given)
@@ -304,9 +307,9 @@ class _Copies(TorchFunctionMode):
                 _now.download(destination, source)
                 return destination
             _refuse_ours(sys._getframe(1))
-        if func is torch.Tensor.copy_ and kwargs.get("non_blocking"):
+        if func is torch.Tensor.copy_ and kwargs.get("non_blocking", len(args) > 2 and args[2]):
             if _now.is_pinned(args[0]):
-                _now.download(*args)
+                _now.download(*args[:2])
                 return args[0]
             _refuse_ours(sys._getframe(1))
         return func(*args, **kwargs)

@@ -24,6 +24,7 @@ def found():
     return resources.find_variants()
 
 
+@pytest.mark.skipif(triton.__version__ != RECORDED["triton"], reason="recorded with another release of Triton")
 def test_engines_compile_the_recorded_variants_when_they_start(found):
     variants, at_start = found
     names = {f"sm_{capability} {name}" for capability in resources.SHARED_BYTES for name in variants}

@@ -91,6 +91,14 @@ def test_what_is_said_does_not_depend_on_when_the_device_works(seed):
     assert machine.num_borrowed > 0
 
 
+def test_a_result_belongs_to_the_stream_that_computes_it():
+    with late_streams(0):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            result = torch.ones(3) + 1
+        with pytest.raises(Fault, match="nothing orders the two"):
+            torch.stack((result, result))
+
+
 BUGS = {
     "the side does not wait for the kernels": (DeviceDrafter, "_on_side", "self._side.wait_stream(", "id("),
     "kernels do not wait for the side": (DeviceDrafter, "_publish", ".wait_stream(self._side)", ""),

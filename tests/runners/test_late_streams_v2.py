@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 
-import numpy as np
 import pytest
 import vllm.v1.worker.cpu.shm  # noqa: F401  puts its own in the place of torch's streams
 
@@ -17,6 +16,7 @@ from tests.integrations.engines import (
     prompts_of,
     rollouts_of,
     runner_of,
+    stats_of,
 )
 from tests.ptx.streams import late_streams
 from tests.runners.adaptive import IS_SUPPORTED, as_on_a_gpu, rising, set_costs
@@ -27,7 +27,7 @@ SMALL = {"max_num_seqs": 6, "block_size": 32, "num_gpu_blocks_override": 7, "ena
 
 
 def life(model, folder, *, is_adaptive):
-    """An engine's rollouts, with preemptions, stop strings, a weight update and a folder of history; what it keeps."""
+    """Rollouts, with preemptions, stop strings, a weight update and a folder of history; what is kept and drafted."""
     options = {"drafter": "device", "drafter_options": {"max_resident_tokens": 600}, "history_dir": str(folder)}
     with as_on_a_gpu() if is_adaptive else contextlib.nullcontext():
         llm = build(model, **SMALL, **engine_kwargs(num_speculative_tokens=3, budget=is_adaptive, **options))
@@ -44,7 +44,9 @@ def life(model, folder, *, is_adaptive):
         said += [list(output.token_ids) for output in outputs]
         llm.collective_rpc("rollout_spec", args=("begin_policy_version",))
     assert preempted
-    return said, [np.concatenate(rollout[:2]).tolist() for rollout in rollouts_of(llm)]
+    kept = [[part.tolist() for part in rollout] for rollout in rollouts_of(llm)]
+    stats = stats_of(llm)
+    return said, kept, None if is_adaptive else (stats["draft_tokens"], stats["accepted_tokens"])
 
 
 @pytest.mark.parametrize("is_adaptive", [False, True])

@@ -21,7 +21,7 @@ def compare(comparison, generations):
 
 def test_each_generation_without_drafts_is_compared_with_both_its_neighbours():
     comparison = Comparison(3)
-    assert [comparison.is_plain or comparison.observe(8, 1, 1.0) for _ in range(3)] == [None, None, True]
+    assert [comparison.is_plain() or comparison.observe(8, 1, 1.0) for _ in range(3)] == [None, None, True]
     # Time per token 1, 1, [4], 4: the machine has become slower meanwhile.
     measured = compare(Comparison(3), [(8, 10, 10.0), (8, 20, 20.0), (8, 10, 40.0), (8, 10, 40.0)])
     assert measured == (pytest.approx(2.0), None, None, 1)
@@ -38,11 +38,14 @@ def test_generations_with_other_numbers_of_requests_are_not_compared(odd):
 
 
 def test_turns_are_compared_with_the_same_turns():
-    """Two in each step: with an even n the one without drafts is always the second, and is compared with none."""
-    comparison = Comparison(4)
-    for number in range(12):
-        comparison.observe(8, 10, 1.0 + number % 2, number_in_step=number % 2)
-    assert comparison.measured() is None
+    """Two in each step, of which the second takes twice as long; a step may have a third."""
+    comparison = Comparison(3)
+    for step in range(4):
+        for turn in range(3 if step == 1 else 2):
+            seconds = (1.0 + turn) * (1.5 if comparison.is_plain(turn) else 1.0)
+            comparison.observe(8, 10, seconds, turn)
+    assert comparison.measured().generations == 2
+    assert comparison.measured().speedup == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize("every", [3, 5])
@@ -52,7 +55,7 @@ def test_the_interval_has_the_true_value_in_nine_of_ten_runs(every):
     for _ in range(runs):
         comparison, drift = Comparison(every), rng.normal(0, 0.02)
         for number in range(every * 6 + 1):
-            seconds = math.exp(rng.normal(0, 0.1) + drift * number) * (1.7 if comparison.is_plain else 1.0)
+            seconds = math.exp(rng.normal(0, 0.1) + drift * number) * (1.7 if comparison.is_plain() else 1.0)
             comparison.observe(8, 1, seconds)
         measured = comparison.measured()
         assert measured.generations == 6
@@ -73,7 +76,7 @@ def test_the_interval_is_students_for_so_many_comparisons():
 
 
 def test_the_doctor_leads_with_what_was_measured():
-    stats = {"tokens_per_step": 2.0, "draft_tokens": 10, "acceptance_rate": 0.5}
+    stats = {"tokens_per_step": 2.0, "draft_tokens": 10, "acceptance_rate": 0.5, "drafter_errors": 0}
     stats |= {
         f"{name}_by_batch": [] for name in ("steps", "requests", "seconds", "tokens", "draft_tokens", "draft_seconds")
     }
