@@ -8,6 +8,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton")
 pytest.importorskip("vllm")

@@ -34,10 +34,10 @@ def train(rank, folder, results):
     for step in range(3):
         if rank == 0 or step < 2:
             llm.generate(["a"] * (1 + 2 * rank), Params())
-        torch.distributed.monitored_barrier(timeout=datetime.timedelta(seconds=60))
+        torch.distributed.monitored_barrier(timeout=datetime.timedelta(seconds=300))
         if rank == 0:
             found.append(controller.take_metrics())
-        torch.distributed.monitored_barrier(timeout=datetime.timedelta(seconds=60))
+        torch.distributed.monitored_barrier(timeout=datetime.timedelta(seconds=300))
     results.put((rank, found, controller.report()))
     torch.distributed.destroy_process_group()
 
@@ -49,7 +49,7 @@ def test_the_first_process_counts_all_engines(tmp_path):
     processes = [context.Process(target=train, args=(rank, tmp_path, results)) for rank in range(2)]
     for process in processes:
         process.start()
-    answers = {rank: answer for rank, *answer in (results.get(timeout=60) for _ in processes)}
+    answers = {rank: answer for rank, *answer in (results.get(timeout=300) for _ in processes)}
     for process in processes:
         process.join(60)
         assert process.exitcode == 0

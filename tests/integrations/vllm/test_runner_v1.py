@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 
-from rollout_spec import RolloutSpecConfig
+from rollout_spec import RolloutSpecConfig, transfers
 from rollout_spec.drafters.host.step import NO_FEATURES
 from rollout_spec.integrations.vllm import runner_v1
 from rollout_spec.integrations.vllm.runner_v1 import RunnerAdapterV1, Verification
@@ -158,6 +158,8 @@ def on_a_gpu(monkeypatch):
 
     monkeypatch.setattr(runner_v1, "verify_rows", verify_on_device)
     monkeypatch.setattr(torch, "empty_like", empty_like)
+    monkeypatch.setattr(transfers, "runs_later", lambda device: True)
+    monkeypatch.setattr(runner_v1, "upload", lambda values, device: torch.from_numpy(values))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(OnDevice, "waits", [])
 
