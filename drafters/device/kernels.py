@@ -59,6 +59,8 @@ MAX_CANDIDATES = tl.constexpr(constants.MAX_CANDIDATES)
 ENOUGH_CANDIDATES = tl.constexpr(constants.ENOUGH_CANDIDATES)
 STEP = tl.constexpr(4)
 """Tokens that are compared between two checks whether any match is left."""
+PARTS = tl.constexpr(8)
+"""In how many parts choices are compared with each other: in fewer, `_draft_kernel` spills."""
 LENGTH_SHIFT, RANK_SHIFT = tl.constexpr(52), tl.constexpr(32)
 MAX_RANK = tl.constexpr((1 << 20) - 1)
 """A match is one int64 of three fields, larger is better: its length, MAX_RANK minus its document's number, and its
@@ -535,10 +537,13 @@ def _join_votes(choices, shares, is_choice, NUM_CHOICES: tl.constexpr):
     mass = tl.zeros([NUM_CHOICES], tl.float32) + tl.sum(shares)
     num_tokens = tl.full([], 1, tl.int32)
     if tl.min(tl.where(is_choice, choices, largest)) < largest:  # more than one distinct token
-        same = choices[None, :] == choices[:, None]
-        mass = tl.sum(tl.where(same, shares[None, :], 0.0), 1)
-        earlier = same & (lane[None, :] < lane[:, None])
-        is_choice &= tl.sum(earlier.to(tl.int32), 1) == 0
+        mass = tl.zeros([NUM_CHOICES], tl.float32)
+        for start in range(0, NUM_CHOICES, NUM_CHOICES // PARTS):
+            other = start + tl.arange(0, NUM_CHOICES // PARTS)
+            same = tl.gather(choices, other, 0)[None, :] == choices[:, None]
+            mass += tl.sum(tl.where(same, tl.gather(shares, other, 0)[None, :], 0.0), 1)
+            earlier = same & (other[None, :] < lane[:, None])
+            is_choice &= tl.sum(earlier.to(tl.int32), 1) == 0
         num_tokens = tl.sum(is_choice.to(tl.int32))
     else:
         is_choice = lane == tl.argmax(choices, 0)
@@ -903,9 +908,7 @@ def draft(
         K=k,
         WIDTH=triton.next_power_of_2(k),
         NUM_KEYS=keys.shape[1] * keys.shape[2],
-        # As many lanes are compared with each other as there are choices. 8 warps would spill nothing, where 4 spill
-        # some 200 bytes, but would issue four times as many instructions.
-        num_warps=4 if has_features else 1,
+        num_warps=4 if has_features else 1,  # a lane per choice
         # A product that is added to another lane's within a fused multiply-add is not rounded, the other one is: lanes
         # would get sums that differ in their last bit, and which of them is stored would be up to the hardware.
         enable_fp_fusion=False,
