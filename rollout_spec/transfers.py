@@ -28,7 +28,7 @@ def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
 def upload(values: NDArray[Any], device: torch.device) -> Tensor:
     """A new array as a tensor on the device."""
     tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if runs_later(device) else tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True) if runs_later(device) else tensor
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
