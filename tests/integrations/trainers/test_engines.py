@@ -42,6 +42,7 @@ def train(rank, folder, results):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.exhaustive
 def test_the_first_process_counts_all_engines(tmp_path):
     """Each rollout has two tokens, of which one was drafted. In the last step the second engine generates nothing."""
     context = multiprocessing.get_context("spawn")

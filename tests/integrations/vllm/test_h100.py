@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 COMMAND = "python -m tests.integrations.vllm.h100 > tests/integrations/vllm/h100.txt"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_engines_get_on_an_h100():
     recorded = Path(__file__).with_name("h100.txt").read_text().splitlines()
     if not recorded[0].startswith(f"vLLM {vllm.__version__},"):
