@@ -217,15 +217,13 @@ def _extend_kernel(
         tl.store(text_ptr + i, tl.load(history_ptr + i, mask=i < end, other=0), mask=i < end)
         _enter(index_ptr, num_buckets, history_ptr + i, i, i < end, prompt, column, entry, LAYOUT)
         if FEATURES != NOT_KEPT:
-            to = features_ptr + (offset + i) * FEATURE_WORDS
-            for word in tl.static_range(FEATURE_WORDS):
-                value = tl.zeros([BLOCK], tl.int64)
-                if FEATURES == GIVEN:
-                    n = i - (total_len - tl.load(num_sampled_ptr + tl.program_id(0)))
-                    row = tl.load(first_rows_ptr + tl.program_id(0)).to(tl.int64) + n
-                    source = new_features_ptr + row * FEATURE_WORDS + word
-                    value = tl.load(source, mask=(n >= 0) & (i < end), other=0)
-                tl.store(to + word, value, mask=i < end)
+            i, word = i[:, None], tl.arange(0, FEATURE_WORDS)[None, :]
+            value = tl.zeros([BLOCK, FEATURE_WORDS], tl.int64)
+            if FEATURES == GIVEN:
+                n = i - (total_len - tl.load(num_sampled_ptr + tl.program_id(0)))
+                row = tl.load(first_rows_ptr + tl.program_id(0)).to(tl.int64) + n
+                value = tl.load(new_features_ptr + row * FEATURE_WORDS + word, mask=(n >= 0) & (i < end), other=0)
+            tl.store(features_ptr + (offset + i) * FEATURE_WORDS + word, value, mask=i < end)
     tl.store(documents_ptr + LENGTH, tl.maximum(length, end).to(tl.int64))
     tl.store(num_drafted_ptr + slot, 0)
 
