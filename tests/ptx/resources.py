@@ -40,7 +40,7 @@ at most 32 programs."""
 ENGINES = {
     "device": {"vocab_size": 151_936, "mode": "processed_logprobs", "features": True, "max_num_seqs": 512},
     "model": {"vocab_size": 49_152, "mode": "raw_logprobs", "max_num_seqs": 16, "num_model_tokens": 3},
-    "host": {"vocab_size": 151_936, "mode": "processed_logprobs", "verify": "rejection"},
+    "host": {"vocab_size": 49_152, "mode": "processed_logprobs", "features": True, "verify": "rejection"},
 }
 """What drafts, and the arguments of `start`. Together they launch every kernel, with and without features."""
 
