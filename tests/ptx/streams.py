@@ -186,7 +186,9 @@ class _Machine:
             over = [upload for upload in self._uploads if upload.number <= self.host.seen[upload.stream]]
             self._uploads = [upload for upload in self._uploads if upload.number > self.host.seen[upload.stream]]
             for upload in over:
-                if not torch.equal(upload.source.view(torch.uint8), upload.value.view(torch.uint8)):
+                if not torch.equal(
+                    upload.source.reshape(-1).view(torch.uint8), upload.value.reshape(-1).view(torch.uint8)
+                ):
                     raise Fault("pinned memory was overwritten on the host while it was copied to the device")
 
     def finish(self) -> None:
@@ -194,15 +196,16 @@ class _Machine:
         for stream in self._streams:
             self.wait(stream.seen)
 
-    def upload(self, source: torch.Tensor) -> torch.Tensor:
+    def upload(self, source: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """From pinned memory to the device."""
         with self.unseen():
-            result = source.clone()
+            value = source.clone()
+            result = source.to(dtype or source.dtype, copy=True)
         number = self._begin(self.current)
         self._allocate(result)
         self._touch(source, self.current, number, False, "upload")
         self._touch(result, self.current, number, True, "upload")
-        self._uploads.append(_Upload(source, result.clone(), self.current, number))
+        self._uploads.append(_Upload(source, value, self.current, number))
         return result
 
     def download(self, destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -298,9 +301,9 @@ class _Copies(TorchFunctionMode):
         if kwargs.pop("pin_memory", False):
             return _now.pin(func(*args, **kwargs), is_empty="empty" in func.__name__)
         if func is torch.Tensor.to and kwargs.get("non_blocking"):
-            (source, device, *_) = args
+            source, device = args[0], kwargs.get("device", args[1] if len(args) > 1 else None)
             if _now.is_pinned(source):
-                return _now.upload(source)
+                return _now.upload(source, kwargs.get("dtype"))
             if device == "cpu":  # others give a torch.device, which is the emulated device
                 with _now.unseen():
                     destination = _now.pin(torch.empty_like(source))
