@@ -226,5 +226,24 @@ def count_preemptions(llm):
     return preempted
 
 
+FEW_BLOCKS = {"block_size": 32, "num_gpu_blocks_override": 7, "enable_prefix_caching": False}
+"""Of an engine that preempts requests where six run at once."""
+
+
+def two_busy_rounds(llm):
+    """Outputs, with preempted and stopped requests among them, and a weight update after each round."""
+    preempted = count_preemptions(llm)
+    params = [
+        *mixed_params(8, 1, max_tokens=40, ignore_eos=True),
+        *mixed_params(3, 2, max_tokens=30, stop=["w7", "w3"], logprobs=None),
+    ]
+    outputs = []
+    for _ in range(2):
+        outputs += generate(llm, params, prompts_of(params))
+        llm.collective_rpc("rollout_spec", args=("begin_policy_version",))
+    assert preempted
+    return outputs
+
+
 FIRST_PROMPTS = [[1, 4 + i, 9, 3, 4, 5, 6, 7, 8, 3, 5, 7, 9, 4, 6, 8, 3, 6, 9] for i in range(3)]
 """Of conversations."""

@@ -63,17 +63,17 @@ class _Launcher:
         if self.is_ours and (lines := function.program.contracted_exchanges):
             where = "; ".join(map(function.program.where, lines))
             raise Fault(f"{function.program.name}: lanes get different sums from a contracted butterfly: {where}")
-        values, spans, tensors = [], [], []
+        values, tensors = [], []
         for kind, value in zip(self.kinds, args, strict=True):
             if isinstance(value, torch.Tensor) and kind != "constexpr":
                 values.append(value.data_ptr())
-                spans.append(extent(value))
                 tensors.append(value)
             elif kind != "constexpr":
                 values.append(_bits(kind, value))
         launched.setdefault(function.program.name, set()).add(function)
+        spans = [extent(tensor) for tensor in tensors] if self.is_ours else ()
         claims = on_launch(function.program.name, tensors)
-        function.launch((x, y, z), self.num_shared_bytes, values, spans if self.is_ours else (), claims)
+        function.launch((x, y, z), self.num_shared_bytes, values, spans, claims)
 
 
 class _Utils:

@@ -26,7 +26,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import rollout_spec
 from rollout_spec import transfers
 from rollout_spec.drafters.device import drafter
 from rollout_spec.integrations.vllm import step_clock
@@ -34,8 +33,9 @@ from tests.ptx import driver
 from tests.ptx.machine import Fault
 
 POISON = 0xA5
-PACKAGE = Path(rollout_spec.__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NO_ACCESS = {"empty", "empty_like", "empty_strided", "new_empty", "lift_fresh", "detach", "set_", "resize_"}
+"""Torch's operations that touch no values, beside views."""
 
 
 class Stream:
@@ -127,11 +127,20 @@ class _Storage:
         self.accesses: list[_Access] = []
 
 
-class _Upload(NamedTuple):
-    source: torch.Tensor
-    value: torch.Tensor
+class _Copy(NamedTuple):
+    """A copy to or from pinned memory, which the host has not waited for."""
+
     stream: Stream
     number: int
+    pinned: torch.Tensor
+    value: torch.Tensor
+    """What is copied."""
+    is_upload: bool
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 class _Machine:
@@ -146,8 +155,7 @@ class _Machine:
         self._is_busy = False
         self._storages: dict[int, _Storage] = {}  # by address
         self._borrowed: dict[tuple[_Storage, Stream], tuple[int, str]] = {}  # the last use in another stream
-        self._arriving: list[tuple[Stream, int, torch.Tensor, torch.Tensor]] = []
-        self._uploads: list[_Upload] = []
+        self._copies: list[_Copy] = []
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return self._storage(tensor).owner is None
@@ -178,17 +186,13 @@ class _Machine:
         """The host waits."""
         assert threading.get_ident() == self._thread, "the order of several threads is not known"
         self.host.see(seen)
-        due = [entry for entry in self._arriving if entry[1] <= self.host.seen[entry[0]]]
-        self._arriving = [entry for entry in self._arriving if entry[1] > self.host.seen[entry[0]]]
+        over = [copy for copy in self._copies if copy.number <= self.host.seen[copy.stream]]
+        self._copies = [copy for copy in self._copies if copy.number > self.host.seen[copy.stream]]
         with self.unseen():
-            for _, _, destination, value in due:
-                destination.copy_(value)
-            over = [upload for upload in self._uploads if upload.number <= self.host.seen[upload.stream]]
-            self._uploads = [upload for upload in self._uploads if upload.number > self.host.seen[upload.stream]]
-            for upload in over:
-                if not torch.equal(
-                    upload.source.reshape(-1).view(torch.uint8), upload.value.reshape(-1).view(torch.uint8)
-                ):
+            for copy in over:
+                if not copy.is_upload:
+                    copy.pinned.copy_(copy.value)
+                elif not torch.equal(_bytes_of(copy.pinned), _bytes_of(copy.value)):
                     raise Fault("pinned memory was overwritten on the host while it was copied to the device")
 
     def finish(self) -> None:
@@ -205,7 +209,7 @@ class _Machine:
         self._allocate(result)
         self._touch(source, self.current, number, False, "upload")
         self._touch(result, self.current, number, True, "upload")
-        self._uploads.append(_Upload(source, value, self.current, number))
+        self._copies.append(_Copy(self.current, number, source, value, is_upload=True))
         return result
 
     def download(self, destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -215,8 +219,9 @@ class _Machine:
         self._touch(source, self.current, number, False, "download")
         self._touch(destination, self.current, number, True, "download")
         with self.unseen():
-            self._arriving.append((self.current, number, destination, source.to(destination.dtype, copy=True)))
-            destination.view(torch.uint8).fill_(POISON)
+            value = source.to(destination.dtype, copy=True)
+            self._copies.append(_Copy(self.current, number, destination, value, is_upload=False))
+            _bytes_of(destination).fill_(POISON)
 
     def launch(self, name: str, tensors: list[torch.Tensor]) -> list[tuple[int, int, bool]]:
         """A kernel, which may write all of its tensors. Returns which bytes it must not touch, or not write."""
@@ -329,9 +334,14 @@ _now: Any = None
 """The `_Machine` of `late_streams`."""
 
 
-def _refuse_ours(frame: Any) -> None:
+def is_ours(frame: Any) -> bool:
+    """Whether a frame runs code of the package."""
     path = Path(frame.f_code.co_filename)
-    if path.is_relative_to(PACKAGE) and not {"tests", "site-packages"} & set(path.relative_to(PACKAGE).parts):
+    return path.is_relative_to(ROOT) and not {"tests", "site-packages"} & set(path.relative_to(ROOT).parts)
+
+
+def _refuse_ours(frame: Any) -> None:
+    if is_ours(frame):
         raise Fault("a copy from or to memory that is not pinned waits for the device")
 
 

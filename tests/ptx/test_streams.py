@@ -157,5 +157,4 @@ def test_bugs_in_the_order_of_streams_are_caught(bug, monkeypatch):
                 assert same(work(seed), before[seed]), "other values"
         except (Fault, AssertionError) as fault:
             caught.append(str(fault))
-    print(bug, "|", *caught[:1])
     assert caught

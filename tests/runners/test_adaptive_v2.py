@@ -21,6 +21,7 @@ from rollout_spec.integrations.vllm.config import OUR_SCHEDULE
 from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 from rollout_spec.verify import kernel
 from tests.integrations.engines import (
+    FEW_BLOCKS,
     assert_same,
     build,
     count_preemptions,
@@ -135,7 +136,7 @@ def test_drafts_are_cut_where_attention_allows_it(tiny_model, off, reference_mod
         pytest.param({"k": 1}, id="one"),
         pytest.param({"max_num_seqs": 2}, id="few"),
         pytest.param({"max_num_batched_tokens": 20}, id="chunked"),
-        pytest.param({"block_size": 32, "num_gpu_blocks_override": 7, "enable_prefix_caching": False}, id="preempted"),
+        pytest.param(FEW_BLOCKS, id="preempted"),
     ],
 )
 def test_rollouts_do_not_change(tiny_model, off, reference_model, monkeypatch, cost, engine):

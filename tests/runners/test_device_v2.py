@@ -14,6 +14,7 @@ from rollout_spec.drafters.device.drafter import DeviceDrafter
 from rollout_spec.integrations.vllm.device import DeviceSpeculator
 from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 from tests.integrations.engines import (
+    FEW_BLOCKS,
     PLAIN,
     assert_same,
     build,
@@ -60,8 +61,7 @@ def test_it_is_scheduled_asynchronously_and_drafts_from_all_its_sources(tiny_mod
 def test_texts_have_room_before_they_need_it(tiny_model, monkeypatch):
     """With chunked prompts, a pause, preemptions, and many drafts accepted. Each time it is twice as much."""
     moves, rooms = [], []
-    few_blocks = {"block_size": 32, "num_gpu_blocks_override": 7, "enable_prefix_caching": False}
-    llm = build_on_device(tiny_model, max_num_batched_tokens=24, **few_blocks)
+    llm = build_on_device(tiny_model, max_num_batched_tokens=24, **FEW_BLOCKS)
     texts, move, extend = drafter_of(llm)._texts, kernels.move, DeviceDrafter._extend
 
     def extend_and_look(self, slots, history, total_len, *args):

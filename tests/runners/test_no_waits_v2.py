@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.integrations.engines import build, count_preemptions, generate, mixed_params, prompts_of, verify_all
+from tests.integrations.engines import FEW_BLOCKS, build, two_busy_rounds, verify_all
+from tests.ptx.streams import is_ours
 
 pytestmark = pytest.mark.engine
 
@@ -27,7 +28,6 @@ MEANT = {
     ("compat.py", "apply_sampling_params"): "vLLM has these lengths on the host",
 }
 """Where our code reads what is on the host."""
-ROOT = Path(__file__).parents[2]
 
 
 class Watch(TorchFunctionMode):
@@ -50,26 +50,15 @@ class Watch(TorchFunctionMode):
             frame = sys._getframe(1)
             while frame.f_code.co_name.startswith("<"):
                 frame = frame.f_back
-            path = Path(frame.f_code.co_filename)
-            if path.is_relative_to(ROOT) and not {"tests", "site-packages"} & set(path.relative_to(ROOT).parts):
-                self.found[path.name, frame.f_code.co_name, name] += 1
+            if is_ours(frame):
+                self.found[Path(frame.f_code.co_filename).name, frame.f_code.co_name, name] += 1
         return func(*args, **kwargs)
 
 
 def test_no_step_waits(tiny_model):
     """Nor one after a weight update, with ended, preempted and stopped requests among them."""
     options = {"drafter": "device", "drafter_options": {"max_resident_tokens": 4096}}
-    small = {"max_num_seqs": 6, "block_size": 32, "num_gpu_blocks_override": 7, "enable_prefix_caching": False}
-    llm = build(tiny_model, **small, **verify_all(num_speculative_tokens=3, **options))
-    preempted = count_preemptions(llm)
-    params = [
-        *mixed_params(8, 1, max_tokens=40, ignore_eos=True),
-        *mixed_params(3, 2, max_tokens=30, stop=["w7", "w3"], logprobs=None),
-    ]
-    prompts = prompts_of(params)
+    llm = build(tiny_model, max_num_seqs=6, **FEW_BLOCKS, **verify_all(num_speculative_tokens=3, **options))
     with Watch() as watch:
-        for _ in range(2):
-            generate(llm, params, prompts)
-            llm.collective_rpc("rollout_spec", args=("begin_policy_version",))
-    assert preempted
+        two_busy_rounds(llm)
     assert {found[:2] for found in watch.found} == set(MEANT)
