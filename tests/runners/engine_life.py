@@ -202,7 +202,6 @@ class EngineLife(RuleBasedStateMachine):
         self.rollouts: list[Rollout] = []
         self.waiting: dict[str, Rollout] = {}
         self.grown: set[str] = set()
-        self.is_on = True
         self._check, self._check_end = check, check_end
         self._uncompared: list[Rollout] = []
         self._conversations: list[list[int]] = []
@@ -266,7 +265,6 @@ class EngineLife(RuleBasedStateMachine):
     def toggle(self, is_on: bool) -> None:
         """Switch drafting off or on."""
         self.on.collective_rpc("rollout_spec", args=("set_enabled", is_on))
-        self.is_on = is_on
 
     @rule(after=st.integers(0, 4), variant=st.integers(0, 3), how=st.sampled_from(CHANGED))
     def update_weights(self, after: int, variant: int, how: str) -> None:
@@ -348,7 +346,7 @@ class EngineLife(RuleBasedStateMachine):
         emitted, accepted, request_steps = (
             stats[name] - before[name] for name in ("emitted_tokens", "accepted_tokens", "request_steps")
         )
-        if self.is_asynchronous or not self.is_on:  # what lies past a rollout's end is counted
+        if self.is_asynchronous:  # what lies past a rollout's end is counted
             assert emitted == accepted + request_steps
         # Of several samples some callers get none before the last has ended.
         elif all(rollout.is_whole for rollout in stepped if rollout.inner_id not in self.waiting):
@@ -360,7 +358,7 @@ class EngineLife(RuleBasedStateMachine):
         assert stats["drafter_errors"] == 0
         assert stats["policy_version"] == self._version or self.is_asynchronous
         # Without a forward pass, as where all were preempted, the drafter hears of nothing.
-        self._check(self, self.is_on and stats["steps"] > before["steps"])
+        self._check(self, stats["steps"] > before["steps"])
 
     def _look_at_scheduler(self) -> None:
         """Note what has been sampled."""
