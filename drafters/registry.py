@@ -117,18 +117,20 @@ def has_options(name: str, options: Iterable[str]) -> bool:
     return set(options) <= set(REGISTRY[name].options)
 
 
-def check_keeps_history(name: str) -> None:
-    """Check that a drafter's history can be kept in a folder.
+def missing_for_history(name: str) -> list[str]:
+    """What a drafter lacks whose history shall be kept in a folder: history, or methods of `HistoryKeeper`.
 
-    Raises:
-        ValueError: it has no history, or lacks the methods of `HistoryKeeper` (`integrations/vllm/engine_history.py`).
+    `HistoryKeeper` is in `integrations/vllm/engine_history.py`. Raises ValueError as `find_drafter`.
     """
     if name in REGISTRY:
-        missing = ["history"] if REGISTRY[name].implied.get("own_only") else []
-    else:
-        methods = ("max_history_tokens", "record_rollouts", "take_recorded", "add_rollouts", "knows")
-        missing = [method for method in methods if not hasattr(find_drafter(name)[0], method)]
-    if missing:
+        return ["history"] if REGISTRY[name].implied.get("own_only") else []
+    methods = ("max_history_tokens", "record_rollouts", "take_recorded", "add_rollouts", "knows")
+    return [method for method in methods if not hasattr(find_drafter(name)[0], method)]
+
+
+def check_keeps_history(name: str) -> None:
+    """Raise ValueError if a drafter's history cannot be kept in a folder."""
+    if missing := missing_for_history(name):
         raise ValueError(f"history_dir is set, but drafter {name!r} has no {', '.join(missing)}")
 
 

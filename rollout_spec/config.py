@@ -133,7 +133,9 @@ class RolloutSpecConfig:
                 f"speculative_config uses {checks.shown(method)}, which cannot draft beside history: use one of "
                 f"{', '.join(MODEL_METHODS)}, or leave speculative_config out{hint}"
             )
-        k = checks.integer("num_speculative_tokens in speculative_config", model.get("num_speculative_tokens"), 1)
+        if "num_speculative_tokens" not in model:
+            raise ValueError("speculative_config needs num_speculative_tokens: how many tokens the model drafts")
+        k = checks.integer("num_speculative_tokens in speculative_config", model["num_speculative_tokens"], 1)
         if self.num_speculative_tokens is None:
             self._set(num_speculative_tokens=k)
 

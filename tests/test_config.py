@@ -48,7 +48,7 @@ def test_options_of_configuration_libraries():
         ({"verify": "ratio"}, ValueError, "verify"),
         ({"speculation": 1}, TypeError, "speculation"),
         ({"speculative_config": "mtp"}, TypeError, "speculative_config must be a dict"),
-        ({"speculative_config": {"method": "mtp"}}, TypeError, "num_speculative_tokens in speculative_config must be"),
+        ({"speculative_config": {"method": "mtp"}}, ValueError, "speculative_config needs num_speculative_tokens"),
         ({"speculative_config": {**MTP, "method": "ngram"}}, ValueError, "'ngram', which cannot draft beside history"),
         ({"speculative_config": MTP, "speculation": False}, ValueError, "remove one of them"),
         ({"budget": 1}, TypeError, "budget must be a bool"),

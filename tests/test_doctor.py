@@ -132,6 +132,7 @@ KNOWN = {"requests": 300, "requests_with_history": 290, "folder": {}}
         (a_report(stats={**a_report()["stats"], "drafter_errors": 1}), "Look", "exception in the log"),
         (a_report(num_speculative_tokens=0), "This", "does not speculate"),
         (long_run(), "", ""),
+        (long_run(stats={**a_report()["stats"], "draft_tokens": 0}), "Nothing", "no draft was worth it"),
         # Steps that other work held up by more than drafts gained say nothing of drafts.
         (costing(0.009, seconds=100), "Run", "steps took 100.2 s, and 10.2 s at the pace"),
         (costing(0.009, seconds=17), "Run", ""),  # which hides a factor of 1.6

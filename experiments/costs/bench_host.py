@@ -322,7 +322,7 @@ def make(name: str, runner: Runner, k: int, history: list[Rollout]) -> Any:
         return None
     suffix = SuffixDecodingProposer(engine_config(k, size))
     for number, rollout in enumerate(history):
-        suffix.suffix_cache.start_request(f"history {number}", rollout.prompt_token_ids)
+        suffix.suffix_cache.start_request(f"history {number}", rollout.prompt_token_ids.tolist())
         suffix.suffix_cache.add_active_response(f"history {number}", rollout.token_ids.tolist())
         suffix.suffix_cache.stop_request(f"history {number}")
     return Stock(lambda sampled: suffix.propose(k, batch, sampled))

@@ -31,7 +31,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,9 @@ from examples.demo import ENVIRONMENT
 from experiments.drafting.peers import StatelessDrafter
 from experiments.engines.build import OURS, build_engine, command
 from experiments.rows import append, make_parser, origin
-from rollout_spec.drafters.host import step
-from rollout_spec.drafters.host.requests import RequestTable
-from rollout_spec.drafters.host.step import Learned, Sampled, StepOptions
+from rollout_spec.drafters.base import Tokens
 from rollout_spec.stats import SpeculationStats
+from rollout_spec.types import Draft, Int32Array
 
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
@@ -57,35 +56,24 @@ GROUP_SIZE = 16
 class Idle(StatelessDrafter):
     """Never drafts."""
 
-    def __init__(self) -> None:
-        self.table = RequestTable(K)
-        self._rows: dict[str, int] = {}
-
-    def start_request(self, req_id: str, prompt_token_ids: Any, **kwargs: Any) -> None:
-        self._rows[req_id] = self.table.start(len(prompt_token_ids))
-
-    def stop_request(self, req_id: str, *, keep: bool = True) -> None:
-        self.table.stop(self._rows.pop(req_id))
-
-    def row_of(self, req_id: str) -> int:
-        return self._rows[req_id]
-
-    def learn_step(self, sampled: Sampled, targets: Any, options: StepOptions) -> Learned:
-        return step.learn_without_text(self.table, sampled, options)
-
-    def update_index(self) -> None:
+    def start_request(self, req_id: str, prompt_token_ids: Tokens, **kwargs: Any) -> None:
         pass
 
-    def propose_rows(self, rows: Any, room: Any) -> None:
+    def extend(self, req_id: str, new_token_ids: Tokens) -> None:
+        pass
+
+    def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
+        return [Draft(np.zeros(0, np.int32), np.zeros(0, np.float32)) for _ in req_ids]
+
+    def stop_request(self, req_id: str, *, keep: bool = True) -> None:
         pass
 
 
 class Wrong(Idle):
     """Drafts the padding token with confidence 0.9, which the policy never samples."""
 
-    def propose_rows(self, rows: Any, room: Any) -> None:
-        drafts = self.table.arrays.history
-        drafts.tokens[rows], drafts.confidence[rows], drafts.lengths[rows] = 0, 0.9, np.maximum(room, 0)
+    def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
+        return [Draft(np.zeros(size, np.int32), np.full(size, 0.9, np.float32)) for size in max_tokens]
 
 
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
