@@ -13,6 +13,7 @@ from rollout_spec.budget import (
     FRESH_STEPS,
     MAX_PROBES,
     MIN_OBSERVATIONS,
+    NEW_SIZE_COST,
     NUM_BINS,
     Budget,
     StepCost,
@@ -254,6 +255,14 @@ def test_a_captured_size_is_filled_and_not_passed(num_tokens, expected):
     assert budget.wants_drafts(num_tokens)
     confidence, starts = np.full(6, 0.9, np.float32), np.array([0, 3, 6])
     assert decide(budget, confidence, starts, num_tokens=num_tokens).sum() == expected
+
+
+def test_a_step_of_a_padded_size_is_new_once():
+    cost, costs = StepCost(), np.empty(5)
+    cost.pad_to((8, 16))
+    cost.observe(5, 1.0, drafted=True)
+    cost.drafted(4, 4, 1.0, costs)
+    assert costs[1:].max() < NEW_SIZE_COST / 2
 
 
 def test_the_first_drafts_are_verified_up_to_four_tokens_each():

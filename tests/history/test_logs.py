@@ -31,7 +31,8 @@ class Tokenizer:
 
     def apply_chat_template(self, messages, tokenize, add_generation_prompt=False):
         roles = {"user": "w91", "assistant": "w90", "tool": "w92"}
-        words = [f"{roles[message['role']]} {message['content']}" for message in messages]
+        told = [[message[name] for name in ("content", "tool_calls") if name in message] for message in messages]
+        words = [" ".join([roles[message["role"]], *said]) for message, said in zip(messages, told, strict=True)]
         return " ".join(words + (["w90"] if add_generation_prompt else []))
 
 
@@ -54,6 +55,7 @@ def read_all(path, tokenizer=None, **options):
 
 IDS = {"prompt_token_ids": [5, 6, 7], "token_ids": [8, 9]}
 USER = [{"role": "user", "content": "w5 w6"}]
+CALL = {"role": "assistant", "content": "w7", "tool_calls": "w8"}
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,8 @@ USER = [{"role": "user", "content": "w5 w6"}]
         ({"input": "w5 w6", "output": "w8 w9", "step": 2, "score": 1.0}, [5, 6], [8, 9], 2),  # verl
         ({"prompt": "w5", "completion": "w8", "step": 7, "advantage": 0.1}, [5], [8], 7),  # TRL
         ({"prompt": USER, "completion": "w8 w9"}, [91, 5, 6, 90], [8, 9], 0),
+        # In Parquet each message has the fields of all.
+        ({"prompt": [CALL, *USER], "completion": "w8"}, [90, 7, 8, 91, 5, 6, 90], [8], 0),
         ({"prompt": "w5", "completion": "w8 \ufffd\ufffd"}, [5], [8], 0),  # it ended within a character
     ],
 )

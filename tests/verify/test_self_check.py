@@ -56,6 +56,16 @@ def test_sound_kernels_pass(method, mode, vocab_size, k):
     assert self_check.find_fault(CPU, **setting, method=method, logprobs_mode=mode) is None
 
 
+def test_the_whole_vocabulary_is_checked(monkeypatch):
+    widths, original = set(), kernel.verify_rows
+    monkeypatch.setattr(
+        kernel, "verify_rows", lambda logits, *args, **kw: widths.add(logits.shape[1]) or original(logits, *args, **kw)
+    )
+    setting = {"vocab_size": 5000, "dtype": torch.bfloat16, "num_speculative_tokens": 1}
+    assert self_check.find_fault(CPU, **setting, method="sample") is None
+    assert 5000 in widths
+
+
 def test_its_rows_are_of_all_kinds():
     lengths = [K, 0, 1, 2, 3, 1, 2, 3]
     batch = self_check.random_batch(torch.Generator().manual_seed(0), lengths, VOCAB, torch.bfloat16, 5.0)
