@@ -115,6 +115,15 @@ def test_nothing_is_drafted_past_a_requests_end():
     assert max(lengths) == 3 + 10 - 1
 
 
+@pytest.mark.parametrize(
+    ("temperature", "method", "is_known"), [(1.0, "sample", True), (0.0, "sample", False), (1.0, "rejection", False)]
+)
+def test_drafts_go_by_the_noise_only_where_the_target_samples_with_it(temperature, method, is_known):
+    drafter = build_drafter("history", max_draft_tokens=4)
+    generate(requests(1, temperature=temperature), drafter, markov_target()[0], 4, method=method)
+    assert drafter.table.arrays.has_seed.any() == is_known
+
+
 def test_invalid_logits_raise():
     batch = requests(1)
     with pytest.raises(FloatingPointError, match="nothing can be sampled"):

@@ -73,6 +73,7 @@ def drive(drafter, seed):
             drafter.stop_request(live.pop(0), keep=bool(rng.random() < 0.8))
         if number % 20 == 19:
             drafter.begin_policy_version(number)
+    table.check_integrity([drafter.row_of(req_id) for req_id in live])
     return said, drafter.source_counts()
 
 

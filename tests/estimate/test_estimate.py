@@ -22,6 +22,7 @@ from rollout_spec.estimate.costs import (
 )
 from rollout_spec.estimate.phases import Adaptive, simulate, sum_up
 from rollout_spec.estimate.recorded import RecordedTarget, Rollout, add_rollout, by_problem, read_rollouts
+from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.history.folder import HistoryFolder, Origin
 from rollout_spec.history.logs import read
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID
@@ -64,10 +65,11 @@ def test_what_a_user_has_is_read(tmp_path, capsys):
     assert all(r.prompt_token_ids.tolist() == [1, 2] * 40 and r.token_ids.tolist() == [3, 4] for r in rollouts)
     folder = HistoryFolder(str(tmp_path / "history"), Origin())
     logged = [rollout for rollout, _ in read(tmp_path / "ids.jsonl", None, lambda number, reason: None)]
-    folder.write(logged[:2])
+    folder.write([rollout._replace(features=np.ones((2, FEATURE_WORDS), np.int64)) for rollout in logged[:2]])
     folder.write(logged[2:])
     kept = read_rollouts(str(tmp_path / "history"))
     assert [(r.problem_id, r.policy_version) for r in kept] == [(r.problem_id, r.policy_version) for r in rollouts]
+    assert [r.features is not None for r in kept] == [True, True, False, False]
     assert len(by_problem([*rollouts, *kept])) == 1
 
 
@@ -173,10 +175,11 @@ def test_of_too_many_requests_no_drafts_are_cut_as_in_engines(monkeypatch):
     assert any(step.num_draft_tokens for step in steps if step.num_requests <= 3)
 
 
-def test_requests_of_a_new_phase_count_as_certain():
-    """They have the same numbers as those of the last one."""
+@pytest.mark.parametrize(("step_seconds", "num_drafted"), [(0.5, 16), (0.0, 0)])
+def test_requests_of_a_new_phase_count_as_certain(step_seconds, num_drafted):
+    """They have the same numbers as those of the last one. Where only tokens take time, no draft gains any."""
     texts = np.random.default_rng(0).integers(0, 3, (4, 40), np.int32)
-    rollouts, policy = [Rollout(0, PROMPT, text) for text in texts], Adaptive(lambda sizes: sizes + 0.5)
+    rollouts, policy = [Rollout(0, PROMPT, text) for text in texts], Adaptive(lambda sizes: sizes + step_seconds)
 
     def first_drafts():
         drafter = build_drafter("history", max_draft_tokens=4)
@@ -185,7 +188,7 @@ def test_requests_of_a_new_phase_count_as_certain():
         steps = list(simulate(rollouts, drafter, policy, UNIT_COST, num_speculative_tokens=4, batch=4))
         return steps[0].num_draft_tokens
 
-    assert [first_drafts(), first_drafts()] == [16, 16]
+    assert [first_drafts(), first_drafts()] == [num_drafted] * 2
 
 
 @pytest.mark.parametrize(

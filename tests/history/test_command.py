@@ -88,6 +88,14 @@ def rollouts_in_all(path):
 
 
 @pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [("7", 7), ("7B", 7), ("1.5k", 1500), ("20 MB", 20 * 10**6), ("2GB", 2 * 10**9), ("1T", 10**12)],
+)
+def test_sizes_have_decimal_units(size, num_bytes):
+    assert command._num_bytes(size) == num_bytes
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["stats", "HERE/nothing"], "there is no history here"),

@@ -217,6 +217,14 @@ def test_a_problem_that_cannot_be_read_keeps_no_other_from_it(threads, monkeypat
     assert sorted(taken(other, 4)) == [2, 3, 4, 5]
 
 
+def test_a_problem_whose_last_request_ends_while_it_is_read_is_watched_no_more(tmp_path, monkeypatch):
+    thread = FolderThread(HistoryFolder(str(tmp_path), ORIGIN))  # never started
+    monkeypatch.setattr(thread.folder, "read", lambda problem_id: thread.unwatch(problem_id) or [])
+    thread.watch(1, is_known=False)
+    thread._read()
+    assert not thread._watched
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "os.kill(os.getpid(), 15)"])
 def test_a_process_that_ends_writes_what_is_left(tmp_path, ending):

@@ -50,6 +50,7 @@ def test_what_followed_the_models_tokens_follows_them(drafting):
     assert 0 < confidence[-1] <= confidence[2] <= 0.5
     assert continued(drafting, 5, 6, limit=3)[0] == [5, 6, 7]
     assert continued(drafting, 5, 6, limit=2)[0] == [5, 6]
+    assert continued(drafting, 5, 6, survival=0.001)[0] == [5, 6, 7], "its first token is graded however unlikely"
     assert continued(drafting, 30, 31)[0] == [30, 31], "nothing is known that follows"
 
 

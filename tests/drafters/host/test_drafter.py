@@ -366,6 +366,16 @@ def test_memory_is_used_again(index):
     assert len(recorder.drafter._problem_users) < 100
 
 
+def test_memory_includes_the_tree_of_all_problems():
+    sizes = []
+    for shared in (False, True):
+        recorder = make(shared=shared)
+        recorder.start("a", [1], range(1000))
+        recorder.check()
+        sizes.append(recorder.drafter.memory_bytes())
+    assert sizes[1] > 1.2 * sizes[0]
+
+
 def test_history_makes_room_for_what_is_live_however_large_its_bound(monkeypatch):
     for module in (history, store):
         monkeypatch.setattr(module, "MAX_PAGES", 200)

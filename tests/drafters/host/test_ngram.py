@@ -130,8 +130,8 @@ def test_nothing_that_was_found_is_lost_when_the_table_grows():
     before, drafter = found(), recorder.drafter
     for factor in (2, 8):
         old = drafter._index.buckets
-        drafter._index = drafter._index._replace(buckets=ngram.new_buckets(old.size * factor))
-        ngram.rehash(drafter._store.arrays, drafter._index.buckets, drafter._settings.use_shared, old)
+        drafter._reserve_index(0, old.size * factor)
+        assert drafter._index.buckets.size > old.size
         assert found() == before
     for query in queries:
         recorder.check_table(recorder.problem("0"), query)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_spec.budget import Budget
 from rollout_spec.drafters.host.drafter import HistoryDrafter
-from rollout_spec.drafters.host.requests import NO_TOKEN
-from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
+from rollout_spec.drafters.host.requests import NO_TOKEN, RequestTable
+from rollout_spec.drafters.host.step import NO_FEATURES, Sampled, decide
 from rollout_spec.drafters.host.store import PAGE_TOKENS
 from rollout_spec.drafting import Drafting
 from rollout_spec.features.format import FEATURE_WORDS, no_features
@@ -219,6 +220,20 @@ def test_what_is_learned_from_a_step(kind, some, steps, seed, is_late):
         features = no_features(request.kept) if features is None else features
         assert features.tolist() == [row.tolist() for row in request.features]
     ours.check_integrity()
+
+
+def test_of_an_unlikely_draft_and_a_likely_one_after_it_the_likely_one_is_verified():
+    """Each token costs half of what one that comes true gains."""
+    table, lengths = RequestTable(2), np.empty(2, np.int64)
+    rows = np.array([table.start(1), table.start(1)])
+    table.arrays.history.confidence[rows], table.arrays.history.lengths[rows] = [[0.1, 0.9], [0.9, 0.8]], 2
+    scratch = np.empty(4), np.empty(3, np.int64), np.empty(2, np.int64)
+    wrong, gain = decide(
+        table.reference, rows, np.full(2, 2), np.arange(2), 9, 1.0, 1.0, np.arange(5) / 2, Budget().bins, *scratch,
+        np.empty((2, 2), np.int32), lengths,
+    )  # fmt: skip
+    assert (wrong, lengths.tolist()) == (0, [0, 2])
+    assert gain == pytest.approx(0.9 + 0.8 - 1, abs=0.01)
 
 
 def test_features_of_another_shape_are_refused():
