@@ -178,7 +178,7 @@ class DeviceChoice:
             temperature,
             history[0],
             history[1],
-            tokens if num_model else drafts,
+            tokens if num_model else history[0],  # not used then
             tokens.stride(0),
             probabilities,
             probabilities.stride(0),

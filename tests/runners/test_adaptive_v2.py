@@ -124,6 +124,9 @@ def test_drafts_are_cut_where_attention_allows_it(tiny_model, off, reference_mod
     assert stats["accepted_tokens"] > 20
     assert stats["accepted_tokens"] > 0.5 * stats["draft_tokens"], "what is kept is mostly right"
     assert llm.collective_rpc("rollout_spec", args=("report",))[0]["is_adaptive"]
+    llm.collective_rpc("rollout_spec", args=("set_enabled", False))
+    generate(llm, params, prompts)
+    assert stats_of(llm)["draft_tokens"] <= stats["draft_tokens"] + 8 * K, "vLLM keeps the first of each request alone"
 
 
 @pytest.mark.parametrize(
@@ -200,17 +203,19 @@ def test_a_schedule_of_the_user_s_own_and_no_budget_are_kept(tiny_model):
 
 
 @pytest.mark.parametrize(
-    ("max_num_seqs", "room", "expected"),
+    ("max_num_seqs", "room", "scheduled", "expected"),
     [
-        (512, 8192, None),
-        (513, 8192, [(1, 512, 4), (513, 513, 0)]),
-        (256, 640, [(1, 128, 4), (129, 160, 3), (161, 320, 1), (321, 321, 0)]),
+        (512, 8192, None, None),
+        (513, 8192, None, [(1, 512, 4), (513, 513, 0)]),
+        (256, 640, None, [(1, 128, 4), (129, 160, 3), (161, 320, 1), (321, 321, 0)]),
+        (256, 8192, 640, [(1, 128, 4), (129, 160, 3), (161, 320, 1), (321, 321, 0)]),
     ],
 )
-def test_the_scheduler_has_room_for_whole_drafts(max_num_seqs, room, expected):
+def test_the_scheduler_has_room_for_whole_drafts(max_num_seqs, room, scheduled, expected):
     """Which are cut after it has planned a step. Many requests have none."""
     speculative = SimpleNamespace(num_speculative_tokens=4, num_speculative_tokens_per_batch_size=[(1, 9, 3)])
-    scheduler = SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=room, max_num_scheduled_tokens=None)
+    scheduler = SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=room)
+    scheduler.max_num_scheduled_tokens = scheduled
     config = SimpleNamespace(speculative_config=speculative, scheduler_config=scheduler)
     adaptive.settle_schedule(config, lambda: [{"is_adaptive": True}])
     assert speculative.num_speculative_tokens_per_batch_size == [(1, 9, 3)], "it is not ours"

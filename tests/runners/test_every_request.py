@@ -336,10 +336,13 @@ def test_what_frameworks_send_stays_on_the_fast_path(engines, off, reference_mod
         monkeypatch.setattr(owner, function, lambda *args, c=calls, f=original: c.append(1) or f(*args))
     asked = params(9, 5, logprobs=1, min_tokens=3, **PLAIN)
     prompts = prompts_of(asked)
-    ours = generate(engines[name], asked, prompts)
-    assert not scored
-    assert 0 < len(processed) <= 7, "until each request has said three tokens"
-    assert_same(ours, generate(off, asked, prompts), prompts, asked, reference_model)
+    expected = generate(off, asked, prompts)
+    for _ in range(2):
+        processed.clear()
+        ours = generate(engines[name], asked, prompts)
+        assert not scored
+        assert 0 < len(processed) <= 7, "until each request has said three tokens"
+        assert_same(ours, expected, prompts, asked, reference_model)
 
 
 @pytest.mark.parametrize("speculation", [True, False])

@@ -24,18 +24,22 @@ pytestmark = pytest.mark.engine
 def serve(llm, params, prompts):
     """Requests that come one by one, while all that can be asked is asked, and a policy version begins."""
     engine, waiting, outputs = llm.llm_engine, list(enumerate(zip(prompts, params, strict=True))), {}
-    step = 0
+    step, verified = 0, []
     while waiting or engine.has_unfinished_requests():
         for i, (prompt, p) in waiting[:2]:
             engine.add_request(str(i), {"prompt_token_ids": prompt}, p)
         del waiting[:2]
         for output in engine.step():
             outputs[output.request_id] = output.outputs[0]
-        for command in ("stats", "report", "history"):
+        for command in ("report", "history"):
             llm.collective_rpc("rollout_spec", args=(command,))
+        stats = stats_of(llm)
+        if stats["drafter_errors"]:
+            verified.append(stats["draft_tokens"])
         step += 1
         if step % 4 == 0:
             llm.collective_rpc("rollout_spec", args=("begin_policy_version", 1))
+    assert len(set(verified[1:])) <= 1, "after the drafter has raised only what it had drafted before"
     return [outputs[str(i)] for i in range(len(prompts))]
 
 

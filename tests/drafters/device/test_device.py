@@ -274,6 +274,17 @@ def test_other_problems_texts_are_found_by_three_tokens(of):
         assert engine.assert_same_drafts()[0].token_ids.tolist() == said[4:]
 
 
+def test_what_was_sampled_past_a_rollouts_end_is_not_found():
+    """What was said before its end is, although the same three tokens have come again since."""
+    said = [5, 6, 7, 8, 9]
+    engine = Engine()
+    ended = engine.start([1])
+    engine.commit(ended, [*said, *said[:3], 10])
+    engine.stop(ended, stop_token_ids=[9])
+    engine.commit(engine.start([2]), said[:3])
+    assert engine.propose()[1][0, :2].tolist() == [8, 9]
+
+
 def test_what_others_must_not_see_they_do_not_find():
     """Prompts, and requests on their own, which find nothing of others either. In the first slot somebody else has said
     the same before.
@@ -448,8 +459,8 @@ def test_of_a_problem_with_live_requests_the_oldest_rollouts_leave_the_device(bo
 
 
 def test_requests_without_a_prompt_leave_nothing_behind():
-    """They have no problem, so no request could draft from them."""
-    engine = Engine()
+    """They have no problem, so no request could draft from them. Also in the first slot."""
+    engine = Engine(max_requests=1)
     for _ in range(2):
         request = engine.start([])
         engine.commit(request, [1, 2, 1])
@@ -856,6 +867,18 @@ def test_what_is_being_copied_is_recorded_by_who_waits_for_it():
     assert drafter.take_recorded(wait=True) == []
 
 
+def test_of_requests_that_say_nothing_nothing_is_recorded():
+    """The host does not know that one is aborted before its first token. Of one that is not kept nothing is known."""
+    engine = Engine()
+    engine.drafter.record_rollouts()
+    aborted, dropped = engine.start([1, 2]), engine.start([3], problem_id=4)
+    engine.propose(num_sampled=torch.zeros(2, dtype=torch.int32))
+    engine.drafter.stop_requests([EndedRequest(engine.live.pop(aborted), 4)])
+    engine.stop(dropped, keep=False)
+    assert engine.drafter.take_recorded(wait=True) == []
+    assert not engine.drafter.knows(4)
+
+
 def test_a_text_as_long_as_was_said_does_not_fill_its_piece():
     """One that does may lack its last tokens, and has no drafts."""
     drafter = Engine(max_requests=1).drafter
@@ -865,3 +888,15 @@ def test_a_text_as_long_as_was_said_does_not_fill_its_piece():
         drafter.reserve(np.array([0]), np.array([length]))
         assert drafter._pieces[0, 1] > length
         length = int(drafter._pieces[0, 1])
+
+
+def test_texts_that_move_together_move_to_where_none_of_them_is():
+    """The place of the first would be large enough for the second."""
+    drafter, slots = Engine().drafter, np.arange(2)
+    for slot in slots.tolist():
+        drafter.start_request(slot, [1])
+    drafter.reserve(slots, np.array([40, 5]))
+    before = drafter._pieces[slots]
+    drafter.reserve(slots, np.array([60, 30]))
+    places = sorted([*before.tolist(), *drafter._pieces[slots].tolist()])
+    assert all(start + size <= later for (start, size), (later, _) in itertools.pairwise(places))
