@@ -71,6 +71,13 @@ def test_an_engine_asks_for_us_and_speculates(tiny_model, monkeypatch, said):
     assert sum("is on: up to 3 draft tokens" in line for line in said) == 1
 
 
+@pytest.mark.parametrize(("drafter", "has_history"), [("history", True), ("lookahead", False)])
+def test_only_history_that_there_is_ends_with_the_engine(tiny_model, drafter, has_history):
+    config = configuration(tiny_model, **engine_kwargs(drafter=drafter))
+    line = engine_config.describe_engine(config, engine_config.config_of(config))
+    assert ("history ends with the engine" in line) == has_history
+
+
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
 
