@@ -131,10 +131,12 @@ def test_switched_off_and_on_again(engines, off, reference_model, name):
     assert not Counter(tokens_of(expected)) - Counter(kept_by(llm)[known:])
     for enabled in (False, True):
         llm.collective_rpc("rollout_spec", args=("set_enabled", enabled))
-        before = stats_of(llm)["draft_tokens"]
+        before, graded = stats_of(llm)["draft_tokens"], session_of(llm).source_counts()
         assert_same(generate(llm, asked, prompts), expected, prompts, asked, reference_model)
         if not (IS_V2 and name in ("model", "device")):  # whose slots vLLM schedules all the same
             assert (stats_of(llm)["draft_tokens"] > before) == enabled
+        if name in LEARNING:
+            assert (session_of(llm).source_counts() != graded) == enabled
 
 
 @pytest.mark.parametrize("name", LEARNING)

@@ -217,6 +217,8 @@ def test_while_the_user_has_switched_drafts_off_nothing_is_compared():
     for _ in range(5):
         llm.generate(["a"], Params())
     assert switched(llm) == [("set_enabled", False)]
+    for controller.enabled in (True, True, True, False, True):  # the third is without drafts, for the comparison
+        llm.generate(["a"], Params())
     assert controller.measured() is None
 
 

@@ -168,6 +168,25 @@ def test_each_engine_of_a_data_parallel_trainer_has_seeds_of_its_own(ranks_per_e
     assert len({seed for first, *_ in engines for seed in first}) == 3 * len(engines)
 
 
+@pytest.mark.parametrize(
+    ("settings", "dtype"), [({}, None), ({"bf16": True}, "bfloat16"), ({"bf16": False, "fp16": True}, "float16")]
+)
+def test_log_probabilities_are_compared_with_those_of_the_trainers_mixed_precision(settings, dtype, monkeypatch):
+    monkeypatch.setattr("rollout_spec.integrations.trainers.trl._hook_engines", lambda: None)
+    generator = RolloutSpecGenerator()
+    generator.on_init_end(SimpleNamespace(use_vllm=True, seed=3, process_index=0, world_size=1, **settings), None, None)
+    assert generator._autocast == dtype
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_several_processes_the_first_writes_the_report(tmp_path, is_first):
+    generator = RolloutSpecGenerator()
+    generator.llm, generator.report = object(), dict
+    state = SimpleNamespace(is_world_process_zero=is_first, global_step=0, max_steps=9)
+    generator.on_log(SimpleNamespace(output_dir=str(tmp_path), world_size=2), state, None)
+    assert (tmp_path / "rollout_spec.json").exists() == is_first
+
+
 def test_a_server_may_have_more_ranks_than_the_trainer():
     generator = RolloutSpecGenerator()
     ranks = {"process_index": 0, "world_size": 1, "vllm_tensor_parallel_size": 2}

@@ -38,6 +38,7 @@ def run(seconds_of, right, num_requests=16, steps=1000, seed=0):
 def test_whole_drafts_where_they_cost_nothing(num_requests):
     chosen, (ours, none) = run(lambda tokens, drafts: 0.01, 0.7, num_requests)
     assert np.mean(chosen[100:] == MOST[num_requests]) > 0.9
+    assert chosen.max() == MOST[num_requests], "longer ones are not tried either"
     assert ours < 0.75 * none
 
 

@@ -198,6 +198,17 @@ def test_where_scheduling_is_asynchronous_the_last_step_is_counted_by_the_next_c
     assert runner.adapter.stats.draft_tokens == 6
 
 
+def test_where_nothing_learns_a_step_is_counted_before_it_ends():
+    """No `draft` follows, and there may be no next step."""
+    runner = Runner(DRAFTS, TARGETS)
+    runner.adapter.session.is_learning = False
+    runner.sample()
+    assert runner.adapter.stats.steps == 1
+    runner.logits[4] = torch.nan
+    with pytest.raises(FloatingPointError, match="first in request c"):
+        runner.sample()
+
+
 def test_the_models_drafts_are_those_of_the_same_requests():
     """Rows of chunks are not drafted for. Beside prompts of embeddings the model drafts alone."""
     session = a_session(has_model=True, budget=False)

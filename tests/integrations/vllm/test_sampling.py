@@ -7,8 +7,9 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from vllm import SamplingParams
 
-from rollout_spec.integrations.vllm.sampling import keep_broken, scored_tokens, truncate
+from rollout_spec.integrations.vllm.sampling import keep_broken, needs_processing, scored_tokens, truncate
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify.api import verify
 from rollout_spec.verify.reference import process
@@ -47,6 +48,22 @@ def test_vllms_truncation_is_the_references(names):
     request = torch.arange(30, dtype=torch.int32) % 3
     ours = process(logits, rows, request.long())
     torch.testing.assert_close(truncate(logits.clone(), rows, request), ours, rtol=0, atol=0)
+
+
+CHANGES_LOGITS = {
+    "presence_penalty": 0.1, "frequency_penalty": -0.1, "repetition_penalty": 1.1, "bad_words": ["no"],
+    "allowed_token_ids": [3], "logit_bias": {3: 1.0}, "min_tokens": 2, "thinking_token_budget": 0, "top_k": 5,
+    "top_p": 0.9, "min_p": 0.1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES_LOGITS)
+def test_whatever_changes_logits_is_processed_also_alone(name):
+    """In a batch with others it would be, whatever is said of it."""
+    params = SamplingParams(**{name: CHANGES_LOGITS[name]})
+    assert needs_processing(params)
+    assert needs_processing(params, 2) == (name != "min_tokens")
+    assert not needs_processing(SamplingParams())
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -461,6 +461,15 @@ def test_the_drafter_knows_the_seeds_that_decide_what_is_sampled(temperature, ve
     assert drafter.started == {"a": (problem_of_prompt([1, 2, 3]), seed)}
 
 
+def test_requests_that_share_nothing_have_problems_of_their_own_where_the_drafter_knows_no_other_way():
+    session, drafter = a_listening_session()
+    request = a_request()
+    request.sampling_params.extra_args = {"rollout_spec": {"own_only": True}}
+    advance(session, {"a": [1], "b": [1]}, requests=dict.fromkeys("ab", request))
+    problems = {problem_id for problem_id, _ in drafter.started.values()}
+    assert len(problems - {None, problem_of_prompt([1, 2, 3])}) == 2
+
+
 @pytest.mark.parametrize(("max_model_len", "max_tokens"), [(8, 200), (500, 5)])
 def test_drafts_end_where_the_model_or_the_request_does(max_model_len, max_tokens):
     """The last position is the target's own token."""
@@ -647,6 +656,14 @@ def test_history_counts_no_request_that_is_complete(tmp_path, keep):
     advance(session, {"c": [4]}, requests=requests)
     assert sum(live_in_history(session).values()) == 1
     session.finish_requests(["c"], ())
+    assert live_in_history(session) == {}
+    session.close()
+
+
+def test_history_counts_no_request_once_the_drafter_has_raised(tmp_path):
+    session = with_folder(tmp_path)
+    schedule(session, {"a": a_request((1, 2)), "b": a_request((1, 2)), "c": a_request((3, 4))})
+    session._switch_off(ArithmeticError())
     assert live_in_history(session) == {}
     session.close()
 
