@@ -118,7 +118,7 @@ def has_options(name: str, options: Iterable[str]) -> bool:
 
 
 def missing_for_history(name: str) -> list[str]:
-    """What a drafter lacks whose history shall be kept in a folder: history, or methods of `HistoryKeeper`.
+    """What a drafter lacks for keeping its history in a folder: "history" itself, or methods of `HistoryKeeper`.
 
     `HistoryKeeper` is in `integrations/vllm/engine_history.py`. Raises ValueError as `find_drafter`.
     """

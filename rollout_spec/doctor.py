@@ -382,7 +382,7 @@ def advice(report: dict[str, Any]) -> Iterator[str]:
     if requests and not history.get("folder") and (is_new or report.get("num_processes", 1) > 1):
         yield "Set history_dir: engines share what was said, and a run that resumes has what earlier ones said."
     if not stats["draft_tokens"] and not is_new:
-        yield "Nothing was drafted: by what steps cost no draft was worth it, or drafts were switched off."
+        yield "No draft was verified: none was found, none was worth a step's time, or drafts were switched off."
     is_slower = whole is not None and whole.speedup < LOSS and has_enough_drafts(groups)
     if whole is not None and is_slower and not is_new and not is_busy:
         yield f"Try speculation=False and compare the ms per token: it made steps {whole.speedup:.2f} times as fast."

@@ -260,6 +260,8 @@ def test_a_captured_size_is_filled_and_not_passed(num_tokens, expected):
 def test_a_step_of_a_padded_size_is_new_once():
     cost, costs = StepCost(), np.empty(5)
     cost.pad_to((8, 16))
+    cost.drafted(4, 4, 1.0, costs)
+    assert costs[1:].min() >= NEW_SIZE_COST
     cost.observe(5, 1.0, drafted=True)
     cost.drafted(4, 4, 1.0, costs)
     assert costs[1:].max() < NEW_SIZE_COST / 2

@@ -120,6 +120,14 @@ def long_run(accepted=(150, 120, 90, 80), seconds=10.0, draft_seconds=1.0, **cha
     return report
 
 
+def without_drafts():
+    """A long run in which nothing was verified."""
+    report = long_run()
+    report["stats"] |= {"draft_tokens": 0, "drafted_per_position": [], "accepted_per_position": []}
+    report["stats"]["draft_tokens_by_batch"] = [0] * len(report["stats"]["draft_tokens_by_batch"])
+    return report
+
+
 def costing(cost, **changed):
     """A long run whose steps with drafts cost so many seconds by the budget, without the drafter's 1 ms."""
     report = long_run(**changed)
@@ -138,7 +146,7 @@ KNOWN = {"requests": 300, "requests_with_history": 290, "folder": {}}
         (a_report(stats={**a_report()["stats"], "drafter_errors": 1}), "Look", "exception in the log"),
         (a_report(num_speculative_tokens=0), "This", "does not speculate"),
         (long_run(), "", ""),
-        (long_run(stats={**a_report()["stats"], "draft_tokens": 0}), "Nothing", "no draft was worth it"),
+        (without_drafts(), "No", "none was found, none was worth"),
         # Steps that other work held up by more than drafts gained say nothing of drafts.
         (costing(0.009, seconds=100), "Run", "steps took 100.2 s, and 10.2 s at the pace"),
         (costing(0.009, seconds=17), "Run", ""),  # which hides a factor of 1.6

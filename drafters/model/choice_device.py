@@ -178,7 +178,7 @@ class DeviceChoice:
             temperature,
             history[0],
             history[1],
-            tokens if num_model else history[0],  # not used then
+            tokens if num_model else history[0],  # is read then, too, but nothing follows from it
             tokens.stride(0),
             probabilities,
             probabilities.stride(0),

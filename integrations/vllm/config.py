@@ -419,11 +419,9 @@ def describe_engine(vllm_config: Any, config: RolloutSpecConfig) -> str:
     if config.speculation:
         speculative = vllm_config.speculative_config
         is_measured = hasattr(speculative, OUR_SCHEDULE)
-        schedule = getattr(speculative, "num_speculative_tokens_per_batch_size", None) or ()
-        most = max((k for _, _, k in schedule), default=config.max_draft_tokens)
-        k = [f"up to {most} draft tokens per request and step"]
-        if schedule and not is_measured:
-            k.append(shown_ranges(schedule))
+        ranges = () if is_measured else getattr(speculative, "num_speculative_tokens_per_batch_size", None) or ()
+        most = max((k for _, _, k in ranges), default=config.max_draft_tokens)
+        k = [f"up to {most} draft tokens per request and step", *([shown_ranges(ranges)] if ranges else [])]
         model = f" and the model of {speculative.method!r}" if has_model_drafter(vllm_config) else ""
         parts.append(f"{', '.join(k)}, drafted by {config.drafter!r}{model}")
         if config.budget and config.drafts_on_host:
@@ -434,7 +432,7 @@ def describe_engine(vllm_config: Any, config: RolloutSpecConfig) -> str:
             parts.append("all are verified")
         if config.history_dir is not None:
             parts.append(f"history in {config.history_dir}")
-        elif not missing_for_history(config.drafter):
+        elif missing_for_history(config.drafter) != ["history"]:
             parts.append("history ends with the engine")
         if config.drafts_on_host or not is_measured:
             lacks.append("asynchronous scheduling" if config.drafts_on_host else "a budget")

@@ -175,9 +175,13 @@ def test_of_too_many_requests_no_drafts_are_cut_as_in_engines(monkeypatch):
     assert any(step.num_draft_tokens for step in steps if step.num_requests <= 3)
 
 
-@pytest.mark.parametrize(("step_seconds", "num_drafted"), [(0.5, 16), (0.0, 0)])
-def test_requests_of_a_new_phase_count_as_certain(step_seconds, num_drafted):
-    """They have the same numbers as those of the last one. Where only tokens take time, no draft gains any."""
+@pytest.mark.parametrize(
+    ("step_seconds", "num_drafted"),
+    [(0.5, 16), (0.0, 0)],
+    ids=["a phase's first drafts are kept", "where only tokens take time, none is"],
+)
+def test_each_phase_begins_alike(step_seconds, num_drafted):
+    """Its requests have the same numbers as those of the last one, and their drafts count as certain."""
     texts = np.random.default_rng(0).integers(0, 3, (4, 40), np.int32)
     rollouts, policy = [Rollout(0, PROMPT, text) for text in texts], Adaptive(lambda sizes: sizes + step_seconds)
 

@@ -126,7 +126,8 @@ def test_drafts_are_cut_where_attention_allows_it(tiny_model, off, reference_mod
     assert llm.collective_rpc("rollout_spec", args=("report",))[0]["is_adaptive"]
     llm.collective_rpc("rollout_spec", args=("set_enabled", False))
     generate(llm, params, prompts)
-    assert stats_of(llm)["draft_tokens"] <= stats["draft_tokens"] + 8 * K, "vLLM keeps the first of each request alone"
+    # Of a new request vLLM keeps K draft tokens once, before it has heard how likely they are.
+    assert stats_of(llm)["draft_tokens"] <= stats["draft_tokens"] + len(params) * K
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_without_drafts_it_is_what_vllm_samples(answers, group, name, kind):
     [("raw_logprobs", "processed"), *((mode, "scored") for mode in ("raw_logprobs", "raw_logits", "processed_logits"))],
 )
 def test_every_kind_of_logprobs(engines, monkeypatch, mode, group):
-    """The tables' engines give those that are processed. V1's noise is not vLLM's own: what is not random is."""
+    """The tables' engines give those that are processed. In V1 vLLM's own noise is another: only greedy rows agree."""
     for llm in engines.values():
         sampler = runner_of(llm).sampler
         sampler = getattr(sampler, "inner", sampler)

@@ -339,7 +339,7 @@ def test_what_frameworks_send_stays_on_the_fast_path(engines, off, reference_mod
     asked = params(9, 5, logprobs=1, min_tokens=3, **PLAIN)
     prompts = prompts_of(asked)
     expected = generate(off, asked, prompts)
-    for _ in range(2):
+    for _ in range(2):  # the second time in places that earlier requests had
         processed.clear()
         ours = generate(engines[name], asked, prompts)
         assert not scored

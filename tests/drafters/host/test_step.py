@@ -224,13 +224,15 @@ def test_what_is_learned_from_a_step(kind, some, steps, seed, is_late):
 
 def test_of_an_unlikely_draft_and_a_likely_one_after_it_the_likely_one_is_verified():
     """Each token costs half of what one that comes true gains."""
-    table, lengths = RequestTable(2), np.empty(2, np.int64)
+    table, tokens, lengths = RequestTable(2), np.empty((2, 2), np.int32), np.empty(2, np.int64)
     rows = np.array([table.start(1), table.start(1)])
     table.arrays.history.confidence[rows], table.arrays.history.lengths[rows] = [[0.1, 0.9], [0.9, 0.8]], 2
-    scratch = np.empty(4), np.empty(3, np.int64), np.empty(2, np.int64)
+    room, chosen, vocab_size, trust = np.full(2, 2), np.arange(2), 9, 1.0
+    value, cost = 1.0, np.arange(5) / 2
+    survival, starts, taken = np.empty(4), np.empty(3, np.int64), np.empty(2, np.int64)
     wrong, gain = decide(
-        table.reference, rows, np.full(2, 2), np.arange(2), 9, 1.0, 1.0, np.arange(5) / 2, Budget().bins, *scratch,
-        np.empty((2, 2), np.int32), lengths,
+        table.reference, rows, room, chosen, vocab_size, trust, value, cost, Budget().bins, survival, starts, taken,
+        tokens, lengths,
     )  # fmt: skip
     assert (wrong, lengths.tolist()) == (0, [0, 2])
     assert gain == pytest.approx(0.9 + 0.8 - 1, abs=0.01)

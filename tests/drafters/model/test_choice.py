@@ -163,15 +163,15 @@ def drafted(tokens_and_rates):
 def test_what_the_model_did_not_draft_is_not_graded():
     """On the device: nothing in the middle of a prompt, and of a shorter draft only what there is."""
     device, slots = DeviceChoice(1, K, M, torch.device("cpu")), torch.zeros(1, dtype=torch.int32)
-    texts, nothing, length = torch.full((1, LENGTH), 5, dtype=torch.int32), torch.zeros(1, K), 9
-    for num_said, num_model, graded in ((0, M, (0, 0)), (1, M - 1, (0, 0)), (M, 0, (M - 1, M - 1))):
-        num_sampled, total_len = slots + num_said, slots + length + num_said
-        model = torch.full((1, num_model), 5), torch.ones(1, num_model)
-        engine = slots, num_sampled, texts, total_len, nothing[0, :1]
-        is_model = device.choose(*engine, (nothing.long(), nothing), model)[2]
+    texts, temperature, length = torch.full((1, LENGTH), 5, dtype=torch.int32), torch.zeros(1), 9
+    history = torch.zeros(1, K, dtype=torch.int64), torch.zeros(1, K)
+    # Within a prompt the model drafts M tokens, after it one less, which the next step says, and then none.
+    for num_sampled, num_drafted, graded in ((0, M, (0, 0)), (1, M - 1, (0, 0)), (M, 0, (M - 1, M - 1))):
+        length += num_sampled
+        model = torch.full((1, num_drafted), 5), torch.ones(1, num_drafted)
+        is_model = device.choose(slots, slots + num_sampled, texts, slots + length, temperature, history, model)[2]
         assert device.model_counts() == graded
-        assert bool(is_model) == (num_said > 0 and num_model > 0)
-        length += num_said
+        assert bool(is_model) == (num_sampled > 0 and num_drafted > 0)
 
 
 def _graded(device, rows, num_sampled, texts, total_len):

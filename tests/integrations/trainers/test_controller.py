@@ -145,6 +145,12 @@ def test_a_seed_that_prompts_share_is_refused(prompt):
     assert llm.calls == [[7, 7], [7]]
 
 
+@pytest.mark.parametrize(("given", "expected"), [(20, 40), (64, 64)])
+def test_a_step_has_room_for_every_requests_draft_and_its_next_token(given, expected):
+    kwargs = {"max_num_seqs": 8, "max_num_batched_tokens": given}
+    assert a_controller(num_speculative_tokens=4).engine_kwargs(kwargs)["max_num_batched_tokens"] == expected
+
+
 def test_arguments_of_the_engine():
     controller = EngineController(RolloutSpecConfig(), llm_kwargs={"dtype": "float32", "additional_config": {"a": 1}})
     found = controller.engine_kwargs({"model": "m", "dtype": "auto", "additional_config": {"b": 2}})
@@ -217,7 +223,8 @@ def test_while_the_user_has_switched_drafts_off_nothing_is_compared():
     for _ in range(5):
         llm.generate(["a"], Params())
     assert switched(llm) == [("set_enabled", False)]
-    for controller.enabled in (True, True, True, False, True):  # the third is without drafts, for the comparison
+    for enabled in (True, True, True, False, True):  # the third is without drafts, for the comparison
+        controller.enabled = enabled
         llm.generate(["a"], Params())
     assert controller.measured() is None
 

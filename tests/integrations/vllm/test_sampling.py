@@ -59,10 +59,10 @@ CHANGES_LOGITS = {
 
 @pytest.mark.parametrize("name", CHANGES_LOGITS)
 def test_whatever_changes_logits_is_processed_also_alone(name):
-    """In a batch with others it would be, whatever is said of it."""
+    """One request that needs it is enough for its batch, so a batch of several parameters would hide a missing one."""
     params = SamplingParams(**{name: CHANGES_LOGITS[name]})
     assert needs_processing(params)
-    assert needs_processing(params, 2) == (name != "min_tokens")
+    assert needs_processing(params, 2) == (name != "min_tokens"), "two tokens are there"
     assert not needs_processing(SamplingParams())
 
 

@@ -663,6 +663,7 @@ def test_history_counts_no_request_that_is_complete(tmp_path, keep):
 def test_history_counts_no_request_once_the_drafter_has_raised(tmp_path):
     session = with_folder(tmp_path)
     schedule(session, {"a": a_request((1, 2)), "b": a_request((1, 2)), "c": a_request((3, 4))})
+    assert sum(live_in_history(session).values()) == 3
     session._switch_off(ArithmeticError())
     assert live_in_history(session) == {}
     session.close()

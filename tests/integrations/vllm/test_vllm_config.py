@@ -72,7 +72,7 @@ def test_an_engine_asks_for_us_and_speculates(tiny_model, monkeypatch, said):
 
 
 @pytest.mark.parametrize(("drafter", "has_history"), [("history", True), ("lookahead", False)])
-def test_only_history_that_there_is_ends_with_the_engine(tiny_model, drafter, has_history):
+def test_the_start_line_names_history_only_where_there_is_some(tiny_model, drafter, has_history):
     config = configuration(tiny_model, **engine_kwargs(drafter=drafter))
     line = engine_config.describe_engine(config, engine_config.config_of(config))
     assert ("history ends with the engine" in line) == has_history
