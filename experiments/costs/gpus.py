@@ -39,7 +39,7 @@ PIECEWISE_LAUNCHES = 3
 graph of what lies between two attentions, the cache's update and attention. Read in vLLM's code."""
 HOST_DRAFT_CALL, HOST_DRAFT_REQUEST = 160e-6, 10.5e-6
 """The drafter on the host in V2, K = 8, on quiet cores: 170 us for one request, 10 for each of 64, 6.8 of 256 (measured
-at 5505d49; on busier ones bench_host.jsonl has 313, 21 and 12). Without what is indexed while the device computes."""
+at 5505d49; bench_host.jsonl has 188, 19 and 11, on busier ones). Without what is indexed while the device computes."""
 
 
 def cost_of(model: str, mode: Mode, gpu: str, context: int = CONTEXT) -> EngineCost:
