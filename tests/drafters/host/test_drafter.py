@@ -262,6 +262,16 @@ def test_outcomes_are_counted_by_the_heaviest_source(seed):
         recorder.stop("h", keep=False)
 
 
+def test_once_its_own_text_says_otherwise_the_others_are_the_source():
+    recorder = make()
+    for other in ("first", "second"):
+        recorder.start(other, [1], [5, 6, 7, 8])
+    recorder.start("r", [1], [5, 6, 9, 5, 6])
+    assert recorder.draft("r", 2) == [7, 8]
+    recorder.extend("r", [7, 8])
+    assert recorder.drafter.source_counts()["problem"] == (2, 2)
+
+
 def test_full_counters_are_halved():
     cell = np.array([constants.MAX_TRIALS, 1000], np.float32)
     for hit in (True, False):
