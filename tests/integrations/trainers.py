@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+import trl
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
 
 from rollout_spec import RolloutSpecGenerator
 from rollout_spec.integrations.vllm.requests import without_history
@@ -62,10 +62,11 @@ class Compared(RolloutSpecGenerator):
         ]
 
 
-def make_trainer(model_path, tmp_path, callbacks, trainer=GRPOTrainer, config=GRPOConfig, arguments=None, **kwargs):
+def make_trainer(model_path, tmp_path, callbacks, trainer=None, config=None, arguments=None, **kwargs):
     """A trainer with two prompts.
 
     Args:
+        trainer, config: None: those of GRPO, which TRL 1.12 cannot import with every vLLM that its PPO runs with.
         arguments: More of the trainer's, by name; in place of ours where both are given. None removes ours.
         **kwargs: Fields of its configuration, likewise.
     """
@@ -98,6 +99,7 @@ def make_trainer(model_path, tmp_path, callbacks, trainer=GRPOTrainer, config=GR
         {name: value for name, value in given.items() if value is not None}
         for given in ({**ours, **(arguments or {})}, {**defaults, **kwargs})
     )
+    trainer, config = trainer or trl.GRPOTrainer, config or trl.GRPOConfig
     made = trainer(args=config(**fields), callbacks=callbacks, **arguments)
     ENGINES.extend(callback.llm for callback in callbacks if isinstance(callback, RolloutSpecGenerator))
     return made
