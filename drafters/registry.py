@@ -117,20 +117,22 @@ def has_options(name: str, options: Iterable[str]) -> bool:
     return set(options) <= set(REGISTRY[name].options)
 
 
-def missing_for_history(name: str) -> list[str]:
-    """What a drafter lacks for keeping its history in a folder: "history" itself, or methods of `HistoryKeeper`.
-
-    `HistoryKeeper` is in `integrations/vllm/engine_history.py`. Raises ValueError as `find_drafter`.
-    """
-    if name in REGISTRY:
-        return ["history"] if REGISTRY[name].implied.get("own_only") else []
-    methods = ("max_history_tokens", "record_rollouts", "take_recorded", "add_rollouts", "knows")
-    return [method for method in methods if not hasattr(find_drafter(name)[0], method)]
+def has_history(name: str) -> bool:
+    """Whether a drafter drafts from ended rollouts; a user's own is taken to."""
+    return name not in REGISTRY or not REGISTRY[name].implied.get("own_only")
 
 
 def check_keeps_history(name: str) -> None:
-    """Raise ValueError if a drafter's history cannot be kept in a folder."""
-    if missing := missing_for_history(name):
+    """Check that a drafter's history can be kept in a folder.
+
+    Raises:
+        ValueError: it has no history, or lacks the methods of `HistoryKeeper` (`integrations/vllm/engine_history.py`).
+    """
+    missing = [] if has_history(name) else ["history"]
+    if name not in REGISTRY:
+        methods = ("max_history_tokens", "record_rollouts", "take_recorded", "add_rollouts", "knows")
+        missing = [method for method in methods if not hasattr(find_drafter(name)[0], method)]
+    if missing:
         raise ValueError(f"history_dir is set, but drafter {name!r} has no {', '.join(missing)}")
 
 

@@ -32,7 +32,7 @@ from rollout_spec.config import (
     drafts_with_model,
 )
 from rollout_spec.drafters import check_options
-from rollout_spec.drafters.registry import has_options, missing_for_history
+from rollout_spec.drafters.registry import has_history, has_options
 from rollout_spec.integrations.vllm import compat
 
 VARIABLE = "ROLLOUT_SPEC"
@@ -432,7 +432,7 @@ def describe_engine(vllm_config: Any, config: RolloutSpecConfig) -> str:
             parts.append("all are verified")
         if config.history_dir is not None:
             parts.append(f"history in {config.history_dir}")
-        elif missing_for_history(config.drafter) != ["history"]:
+        elif has_history(config.drafter):
             parts.append("history ends with the engine")
         if config.drafts_on_host or not is_measured:
             lacks.append("asynchronous scheduling" if config.drafts_on_host else "a budget")
