@@ -154,8 +154,10 @@ class Case:
         config = RolloutSpecConfig(num_speculative_tokens=max(self.k, 1))
         stats = SpeculationStats()
         clock = StepClock(self.device, stats)
-        adapter = SimpleNamespace(requests={}, warming_up=False, stats=stats, clock=clock, speculator=None)
-        adapter.wants_rejected_targets = False
+        adapter = SimpleNamespace(
+            requests={}, warming_up=False, stats=stats, clock=clock, host_speculator=None, wants_rejected_targets=False,
+            is_serving=lambda req_ids: True, take_hidden=lambda input_batch: None,
+        )  # fmt: skip
         ours = VerifyingSampler(inner, adapter, config)  # type: ignore[arg-type]
         prompt = list(range(POSITION))
         has_length = "prompt_len" in inspect.signature(inner.add_request).parameters
@@ -192,6 +194,10 @@ class Case:
             cu_num_logits_np=self.starts,
             seq_lens=tensor((POSITION + 1 + self.lengths).astype(np.int32)),
             seq_lens_cpu_upper_bound=torch.from_numpy((POSITION + 1 + self.lengths).astype(np.int32)),
+            is_prefilling_np=np.zeros(size, bool),
+            num_computed_tokens_np=np.full(size, POSITION),
+            num_scheduled_tokens=self.lengths + 1,
+            prefill_len_np=np.full(size, POSITION),
         )
         method = SimpleNamespace(
             num_speculative_tokens=max(self.k, 1),
