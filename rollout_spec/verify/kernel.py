@@ -240,7 +240,7 @@ def _scan_kernel(
         tile_high = tile_max * scale
         new_high = tl.maximum(high, tile_high)
         base = tl.where(new_high == float("-inf"), 0.0, new_high)
-        weight = tl.exp2(logits * scale[:, None] - base[:, None])  # [ROWS, BLOCK]
+        weight = tl.exp2(tl.fma(logits, scale[:, None], -base[:, None]))  # [ROWS, BLOCK]
         mass = mass * tl.exp2(high - base) + tl.sum(weight, axis=1)
         high = new_high
 
@@ -400,7 +400,8 @@ def _accept_kernel(
     accepted = token == draft
     if REJECTION:
         logit = tl.load(logits_ptr + row * logits_stride + draft, mask=is_token, other=float("-inf")).to(tl.float32)
-        p = tl.exp2(logit * scale - high) / mass  # exactly 1 where nothing else can be drawn: the scan rounds likewise
+        # Rounded as in the scan, so that p is exactly 1 where nothing else can be drawn.
+        p = tl.div_rn(tl.exp2(tl.fma(logit, scale, -high)), mass)
         accepted = tl.where(is_greedy, accepted, _accepts(seed_ptr, position_ptr, row, is_row, p, best_score, WIDTH))
         token = tl.where(is_token & accepted, draft, token)
     accepted = is_token & accepted & is_valid

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from rollout_spec.noise import host as noise
 from rollout_spec.noise import triton as noise_triton
+from rollout_spec.noise.torch import uniform32
 from rollout_spec.noise.triton import finish_hash, gumbel, row_state, token_key, unfinished_hash
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel, reference
@@ -134,6 +135,23 @@ def test_steep_and_shallow_temperatures(temperature):
     rows = SamplingBatch(np.full(count, temperature, np.float32), rng.integers(0, 2**62, count), np.arange(count))
     batch = (logits, np.zeros(0, np.int32), np.zeros(count, np.int32), rows)
     assert_agrees(kernel_verify, batch, "sample", None)
+
+
+@verifiers
+@pytest.mark.parametrize("k", [1, 8])
+def test_a_draft_without_alternatives_is_accepted_whatever_the_noise(verify, k, monkeypatch):
+    """Rejection sampling accepts with probability 1, also where the rounding of logit / T is large."""
+    monkeypatch.undo()  # how compiled code rounds depends on the size of tiles
+    count = 32
+    noise_of_seeds = uniform32(
+        torch.arange(100_000), torch.zeros(1).long(), torch.zeros(1).long(), domain=noise.DOMAIN_ACCEPT
+    )
+    seeds = noise_of_seeds[:, 0].topk(count).indices
+    logits = torch.zeros(count * (k + 1), 512)
+    logits[:, 7] = 1e4
+    rows = SamplingBatch(torch.full((count,), 0.6), seeds, torch.zeros(count, dtype=torch.int64))
+    drafts, cu = torch.full((count * k,), 7, dtype=torch.int32), torch.arange(k, count * k + 1, k, dtype=torch.int32)
+    assert verify(logits, drafts, cu, rows, method="rejection").num_accepted.tolist() == [k] * count
 
 
 def test_rows_that_point_into_larger_tensors():
