@@ -299,6 +299,15 @@ class Watch:
             return execute_model(scheduler_output, *args, **kwargs)
 
         engine.step, runner.execute_model = watched_step, watched_execute_model
+        cuts_drafts = getattr(runner, "adaptive_verification", None)
+        if cuts_drafts is not None:  # which is after they were scheduled
+            get_num_tokens = cuts_drafts.get_num_tokens
+
+            def watched_get_num_tokens(*args: Any) -> int:
+                self.tokens[-1] = get_num_tokens(*args)
+                return self.tokens[-1]
+
+            cuts_drafts.get_num_tokens = watched_get_num_tokens
         sizes = engine.vllm_config.compilation_config.cudagraph_capture_sizes
         self._largest_graph = max(sizes or [0])
 

@@ -34,12 +34,12 @@ MEASURED_TOKENS = 1, 16, 24, 32, 48, 64, 96, 128, 192, 256, 288, 384, 512, 768, 
 LARGE_STEPS = 0.97, 1.16, 0.95, 0.92, 0.86, 0.85
 MEASURED_SHARE = {
     "a100": (0.98, 1.0, 1.05, 1.08, 1.17, 1.19, 1.24, 1.15, 1.17, *LARGE_STEPS),
-    "h100": (1.03, 1.04, 1.03, 1.04, 1.06, 1.09, 1.12, 1.13, 1.20, *LARGE_STEPS),
+    "h100": (1.0, 1.01, 1.0, 1.01, 1.03, 1.06, 1.09, 1.1, 1.15, *LARGE_STEPS),
 }
 """By a step's tokens, what was measured over the formula. A100: means of steps that verify drafts, of Qwen2.5-7B, 14B
 and Llama-3.1-8B with contexts of 256 to 1,024, vLLM 0.11.2 (arXiv:2606.18967, `sd_toggle/configs` of
-github.com/furiosa-ai/EfficientRollout at 0ff0bc5). H100: of a 7B model to 192 tokens, vLLM 0.26 (`by_size` in
-experiments/results/bench_phase.jsonl, medians of quiet steps); larger steps were measured on the A100 alone."""
+github.com/furiosa-ai/EfficientRollout at 0ff0bc5). H100: of a 7B model to 192 tokens, vLLM 0.26 and 0.31 (`by_size`
+in experiments/results/bench_phase.jsonl, medians of quiet steps); larger steps were measured on the A100 alone."""
 VERIFYING = {"a100": 0.55e-6}
 """Seconds per token of context that a step takes longer if a request has more than one token: with 4,096 it was 2.3 ms
 there, with one request as with eight. FlashAttention 3, of Hopper, is taken to have no such loss."""
@@ -53,14 +53,12 @@ LARGEST_GRAPH = 2048
 """`LARGEST` of integrations/vllm/step_sizes.py. vLLM's own is 512, beyond which an engine without speculation never
 gets here. Kernels of larger steps are launched one by one, while the device computes."""
 
-# Ours on the device: reading's estimates at K = 8 and 1, 64 and 512 requests are 0.1, 0.15 and 0.7 ms for verification
-# and drafter together, of which the scan of the logits takes 0.5 at 512.
-SAMPLE, SCAN_ROW = 50e-6, 0.5e-3 / 4608
-"""Sampling per step and per row of logits. vLLM's own sampler reads logits several times: "none" gets ours."""
-DRAFT_CALL, DRAFT_REQUEST = 50e-6, 0.2e-3 / 512
-FEATURES, FEATURES_ROW = 20e-6, 4e-9
-"""Since features are part of the one pass: two launches, and 1,536 logits and a hidden state to read per row. The
-reading's estimates (0.2 to 1.7 ms) are of the code before, so this is our own from the bytes."""
+# Ours on the device, as replayed from CUDA graphs on an H100 (bench_verify.jsonl, bench_device.jsonl).
+SAMPLE, SCAN_ROW = 80e-6, 0.31e-6
+"""Sampling per step and per row of logits, between 144 and 4,608 rows. "none" gets ours."""
+DRAFT_CALL, DRAFT_REQUEST = 110e-6, 0.3e-6
+"""With a million tokens of rollouts; with a tenth half as long."""
+FEATURES, FEATURES_ROW = 12e-6, 0.0
 SAMPLER_LAUNCHES, OUR_LAUNCHES = 30, 19
 """Estimates: of sampling and its surroundings in any engine; ours more with drafter and features: 87 less the 70 of the
 earlier features, and the two of today's."""
