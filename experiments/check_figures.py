@@ -18,7 +18,7 @@ Rows = list[dict[str, Any]]
 PAGES = ("README.md", "docs/benchmarks.md", "docs/history.md", "docs/model-drafters.md", "docs/target-features.md",
          "docs/gpu.md")  # fmt: skip
 LABELS = {
-    "", "64 requests", "Stage", "What", "Ran on", "requests", "requests, real model", "epoch", "set", "Engine",
+    "", "at once", "Stage", "What", "Ran on", "requests", "requests, real model", "epoch", "set", "Engine",
     "Engines", "Drafts", "T", "Drafter, 3 tokens", "rollouts",
 }  # fmt: skip
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
@@ -46,12 +46,16 @@ def modes(rows: Rows) -> Iterator[float]:
         yield min(row["speedup"] for row in mine)
 
 
-def on_gpu(phases: Rows) -> Iterator[float]:
-    """How many times as fast phases of 64 requests were with drafts, as measured and against quiet steps without."""
-    took = {(row["mode"], row["phase"]): row for row in phases if row["batch"] == 64}
-    for phase in ("first", "history"):
-        none, ours = took["none", phase], took["device", phase]["measured"]["seconds"]
-        yield from (none["measured"]["seconds"] / ours, none["simulated"]["seconds"] / ours)
+def on_gpu(phases: Rows, simulated: Rows) -> Iterator[float]:
+    """Of phases on a GPU: seconds without drafts and with them, tokens per step, times as fast, as it was estimated."""
+    for with_drafts in (row for row in phases if row["mode"] == "device"):
+        cell = with_drafts["batch"], with_drafts["phase"]
+        took = [row["seconds"] for row in phases if (row["batch"], row["phase"], row["mode"]) == (*cell, "none")]
+        estimated = {
+            row["mode"]: row["simulated"]["seconds"] for row in simulated if (row["batch"], row["phase"]) == cell
+        }
+        yield from (np.mean(took), with_drafts["seconds"], with_drafts["tokens_per_step"])
+        yield from (with_drafts["times_as_fast"], estimated["none"] / estimated["device"])
 
 
 def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
@@ -78,12 +82,10 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     first += [*fields(demos, "generation_speedup"), *fields(engines, "speedup")]
     first += fields(run, "stock_over_on_per_token", "identical", "rollouts")
     trl = [row for row in read("bench_trl") if "H100" in row["device"]]
-    phases = read("modes_simulated", benchmark="modes/phases")
-    first += [*fields(trl, "times_as_fast", "identical", "rollouts"), *on_gpu(phases)]
-    of_64 = [row for row in phases if row["batch"] == 64]
-    seconds = [row[kind]["seconds"] for row in of_64 for kind in ("measured", "simulated")]
-    seconds += [row["measured"]["tokens_per_step"] for row in of_64]
-    yield "| 64 requests | ", [*read("bench_phase"), *of_64], [*seconds, *on_gpu(phases)]
+    phases, simulated = read("bench_phase"), read("modes_simulated", benchmark="modes/phases")
+    first += [*fields(trl, "times_as_fast", "identical", "rollouts")]
+    first += [row["times_as_fast"] for row in phases]
+    yield "| at once | ", [*phases, *simulated], on_gpu(phases, simulated)
     yield "| What | Ran on ", [*trl, *phases, *demos, *engines, *run], first
     rows = read("real_policy/run_features", benchmark="real_policy/epoch")
     epochs = fields(rows, "reward", "tokens_per_step", "stock_over_on_per_token", "off_over_on")
