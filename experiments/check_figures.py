@@ -91,7 +91,7 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     epochs = fields(rows, "reward", "tokens_per_step", "stock_over_on_per_token", "off_over_on")
     yield "| epoch | mean reward ", rows, epochs
     drafters = read("bench_model_drafters", policy="policy-v1-seed0", train_steps=500, model_k=3)
-    rows = [row for row in drafters if "request_steps" in row]
+    rows = [row for row in drafters if "request_steps" in row and not row["mode"].startswith("coupled")]
     of_all_epochs = [sum(row["tokens"]) / sum(row["request_steps"]) for row in rows]
     yield "| T | Drafter", rows, [*of_all_epochs, *fields(rows, "tokens_per_step")]
     rows = read("modes_simulated", benchmark="modes/simulated")
