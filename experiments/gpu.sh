@@ -9,7 +9,6 @@
 #   trl                                      GRPO, with rollouts compared; POLICY may have its policy
 #   start-1.5b                               engines with 1 and 64 requests, and each line that waits for the device
 #   phase-1.5b:none,device:64                whole rollout phases, also phase-7b; all engines are there at once
-#   model-1.5b                               an EAGLE head in vLLM's way, and beside history
 # Environment variables:
 #   LIMIT      seconds for all stages, 560 unless set: they leave room in a machine's ten minutes to unpack vLLM. Each
 #              stage has its share of what is left, so none takes another's time. What is not reached is not run.
@@ -56,7 +55,6 @@ share_of() {
         verify) echo 80 ;;
         start) echo 240 ;;
         phase) [[ $1 == phase-7b* ]] && echo 360 || echo 180 ;;
-        model) echo 500 ;;
     esac
 }
 
@@ -68,14 +66,14 @@ small() {
         trl) echo --steps 2 --tokens 24 ;;
         device) echo --device cpu --batch 2 --resident 3000 --length 24 --repeats 1 ;;
         verify) echo --cells 2 --repeats 1 ;;
-        start | phase | model) echo --dtype float32 --eager --batch 2 ;;
+        start | phase) echo --dtype float32 --eager --batch 2 ;;
     esac
 }
 
 left=0
 for stage in "${stages[@]}"; do
     case $stage in
-        check | doctor | trl | device | device-words | verify | start-?* | phase-?* | model-?*) ;;
+        check | doctor | trl | device | device-words | verify | start-?* | phase-?*) ;;
         *)
             echo "unknown stage $stage" >&2
             exit 2
@@ -147,10 +145,6 @@ for stage in "${stages[@]}"; do
             command=("${phases[@]}" --shape "${kind#*-}")
             command+=(--together --kv-gib 14 --step-times "$out/step_times_$name.csv")
             batches=${batches:-64,16,256}
-            ;;
-        model-*)
-            command=("${phases[@]}" --shape "${kind#*-}")
-            modes=${modes:-none,eagle-stock,eagle-history} batches=${batches:-8,64}
             ;;
     esac
     [[ -z $modes ]] || command+=(--modes ${modes//,/ })

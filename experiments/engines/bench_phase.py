@@ -16,9 +16,6 @@ Each mode has an engine in a process of its own: those of build.py, and
 
     budget-words, device-words
                  without features: history is words alone
-    eagle-stock, eagle-history
-                 an EAGLE head of one layer, whose three tokens are nearly always wrong, in vLLM's own way and beside
-                 history: what a step costs more
 
 For each batch size there are two phases: the first meets the problems for the first time; the second, after new
 weights, has that history and samples other rollouts of the same problems. A queue is a batch larger than `--max-seqs`.
@@ -55,7 +52,6 @@ import numpy as np
 import torch
 
 from experiments.engines.build import (
-    HEAD,
     OURS,
     SHAPES,
     WORDS_ALONE,
@@ -76,13 +72,11 @@ WORDS = "-words"
 """End of the names of modes without features."""
 MODES = (
     "none", "budget", "device", "budget-words", "device-words", "all", "ngram_gpu", "ngram", "suffix", "off",
-    "eagle-stock", "eagle-history",
 )  # fmt: skip
 DEFAULT_MODES = MODES[:9]
 """In the order in which they run: the first ones matter most, and time may run out."""
-SEEDED = (*(mode for mode in MODES if mode.removesuffix(WORDS) in OURS), "eagle-history")
+SEEDED = [mode for mode in MODES if mode.removesuffix(WORDS) in OURS]
 """Only ours get seeds: for each of them vLLM's V1 sampler runs kernels of their own."""
-EAGLE_TOKENS = 3
 ROLLOUTS = Path(__file__).with_name("rg_llama_math.parquet")
 GROUP = 8
 """Rollouts per problem and phase, more where there are too few problems."""
@@ -357,11 +351,6 @@ def build(args: argparse.Namespace, mode: str, has_noise: bool, **arguments: Any
     """The engine of a mode."""
     arguments |= made_up_arguments(args, 2000)
     options: dict[str, Any] = {"verify": "sample" if has_noise else "rejection"}
-    if mode.startswith("eagle"):
-        head = {"method": "eagle", "model": str(Path(args.model, HEAD)), "num_speculative_tokens": EAGLE_TOKENS}
-        stock = mode == "eagle-stock"
-        options = {**({} if stock else options), "speculative_config": head}
-        return build_engine(args.model, "model" if stock else "budget", EAGLE_TOKENS, options=options, **arguments)
     base = mode.removesuffix(WORDS)
     options["drafter_options"] = {} if base == mode else dict(WORDS_ALONE)
     return build_engine(args.model, base, args.k, options=options, **arguments)

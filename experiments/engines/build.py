@@ -36,8 +36,6 @@ SHAPES = {
     "7b": (28, 3584, 18944, 28, 4, 152_064),
     "tiny": (2, 64, 128, 2, 1, 50_304),
 }
-HEAD = "eagle"
-"""Folder, in that of a model, of an EAGLE head for it."""
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -114,7 +112,7 @@ def command(llm: Any, *arguments: Any) -> Any:
 
 
 def write_model(shape: str, folder: Path) -> None:
-    """Llama configurations of the given shape and of an EAGLE head for it; vLLM makes the weights up."""
+    """A Llama configuration of the given shape; vLLM makes the weights up."""
     layers, hidden, intermediate, heads, kv_heads, vocab = SHAPES[shape]
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
@@ -123,9 +121,8 @@ def write_model(shape: str, folder: Path) -> None:
         "max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": False, "hidden_act": "silu",
         "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
     }  # fmt: skip
-    (folder / HEAD).mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / HEAD / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
 
 
 def made_up_arguments(args: argparse.Namespace, cpu_blocks: int) -> dict[str, Any]:
