@@ -24,16 +24,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.drafting.peers import ReferenceDrafter
 from experiments.drafting.regimes import replay
 from experiments.engines.build import WORDS_ALONE
 from experiments.rows import append, make_parser, origin
 from experiments.traces import read_traces
 from rollout_spec.drafters import build_drafter
-from rollout_spec.drafters.base import Drafter
 from rollout_spec.estimate.recorded import Rollout, by_problem
 
-DRAFTERS = ("history", "suffix", "ngram", "device")
+DRAFTERS = ("history", "suffix", "ngram")
 
 
 class Variant(NamedTuple):
@@ -103,13 +101,6 @@ def by_epoch(problems: Sequence[Problem]) -> Iterator[tuple[dict[str, int], list
 # -- measuring -------------------------------------------------------------------------------------------------------
 
 
-def make(name: str, k: int, options: dict[str, Any]) -> Drafter:
-    """A drafter. `device` is its reference in NumPy."""
-    if name == "device":
-        return ReferenceDrafter(max_draft_tokens=k, **options)
-    return build_drafter(name, **{"max_draft_tokens": k, "min_survival": 0.0, "shared": False, **options})
-
-
 def measure(problems: Sequence[Problem], name: str, k: int, variant: Variant) -> tuple[np.ndarray, float]:
     """Replay problems with one drafter, whose counters carry on from problem to problem.
 
@@ -117,7 +108,7 @@ def measure(problems: Sequence[Problem], name: str, k: int, variant: Variant) ->
         int64 [problems, 2]: emitted tokens, steps of requests; and the mean |confidence - acceptance| over drafted
         tokens, by bins of confidence.
     """
-    drafter = make(name, k, variant.options)
+    drafter = build_drafter(name, **{"max_draft_tokens": k, "min_survival": 0.0, "shared": False, **variant.options})
     results = [
         replay([p], drafter, "epoch", num_speculative_tokens=k, knows_noise=variant.knows_noise) for p in problems
     ]
