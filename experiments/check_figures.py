@@ -18,7 +18,7 @@ Rows = list[dict[str, Any]]
 PAGES = ("README.md", "docs/benchmarks.md", "docs/history.md", "docs/model-drafters.md", "docs/target-features.md",
          "docs/gpu.md")  # fmt: skip
 LABELS = {
-    "", "at once", "Stage", "What", "Ran on", "requests", "requests, real model", "epoch", "set", "Engine",
+    "", "requests at once", "Stage", "What", "Ran on", "requests", "requests, real model", "epoch", "set", "Engine",
     "Engines", "Drafts", "T", "Drafter, 3 tokens", "rollouts",
 }  # fmt: skip
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
@@ -84,8 +84,8 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     trl = [row for row in read("bench_trl") if "H100" in row["device"]]
     phases, simulated = read("bench_phase"), read("modes_simulated", benchmark="modes/phases")
     first += [*fields(trl, "times_as_fast", "identical", "rollouts")]
-    first += [row["times_as_fast"] for row in phases]
-    yield "| at once | ", [*phases, *simulated], on_gpu(phases, simulated)
+    first += [row["times_as_fast"] for row in phases if row["mode"] == "device"]
+    yield "| requests at once | ", [*phases, *simulated], on_gpu(phases, simulated)
     yield "| What | Ran on ", [*trl, *phases, *demos, *engines, *run], first
     rows = read("real_policy/run_features", benchmark="real_policy/epoch")
     epochs = fields(rows, "reward", "tokens_per_step", "stock_over_on_per_token", "off_over_on")

@@ -2,7 +2,7 @@
 
     python -m experiments.costs.beside_phases [experiments/results/bench_phase.jsonl] [--out FILE]
 
-For the modes `none` and `device`, from vLLM 0.31 on with adaptive verification: seconds, steps, tokens per request and
+For the modes `none` and `device`, with adaptive verification where vLLM has it: seconds, steps, tokens per request and
 step.
 """
 
@@ -17,6 +17,7 @@ import numpy as np
 from experiments.engines.bench_phase import PHASES, ROLLOUTS, Phase, read_recorded
 from experiments.rows import RESULTS, append, make_parser, origin
 from rollout_spec.drafters import build_drafter
+from rollout_spec.estimate.command import ADAPTIVE_GPUS
 from rollout_spec.estimate.costs import PEAKS, SHAPES, measured_by_vllm, step_cost
 from rollout_spec.estimate.phases import Adaptive, Policy, k_by_requests, simulate, sum_up
 from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
@@ -52,7 +53,7 @@ def main() -> None:
         gpu = next((name for name in PEAKS if name in row["device"].lower()), None)
         if row["mode"] not in ("none", "device") or gpu is None:
             continue
-        is_adaptive = tuple(map(int, row["versions"]["vllm"].split(".")[:2])) >= (0, 31)
+        is_adaptive = tuple(map(int, row["versions"]["vllm"].split(".")[:2])) >= (0, 31) and gpu in ADAPTIVE_GPUS
         both = simulated(row["shape"], gpu, row["mode"], row["batch"], row["k"], is_adaptive=is_adaptive)
         said = both[PHASES.index(row["phase"])]
         about = {name: row[name] for name in ("shape", "batch", "phase", "mode")}

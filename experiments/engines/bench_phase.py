@@ -297,8 +297,8 @@ class Watch:
         if cuts_drafts is not None:  # which is after they were scheduled
             get_num_tokens = cuts_drafts.get_num_tokens
 
-            def watched_get_num_tokens(*args: Any) -> int:
-                self.tokens[-1] = get_num_tokens(*args)
+            def watched_get_num_tokens(*args: Any, **kwargs: Any) -> int:
+                self.tokens[-1] = get_num_tokens(*args, **kwargs)
                 return self.tokens[-1]
 
             cuts_drafts.get_num_tokens = watched_get_num_tokens
@@ -450,7 +450,7 @@ def of_drafts(before: dict[str, Any], after: dict[str, Any], *, on_host: bool) -
 
 
 def write_step_times(path: Path, shape: str, context: int, most: int, rows: Sequence[dict[str, Any]]) -> None:
-    """The least median of steps whose requests have equally many draft tokens, at most `most`.
+    """The least median of steps whose requests have on average a whole number of draft tokens, at most `most`.
 
     Other work makes some phases slow, so that a step takes no longer than a larger one did.
     """

@@ -38,8 +38,9 @@ MEASURED_SHARE = {
 }
 """By a step's tokens, what was measured over the formula. A100: means of steps that verify drafts, of Qwen2.5-7B, 14B
 and Llama-3.1-8B with contexts of 256 to 1,024, vLLM 0.11.2 (arXiv:2606.18967, `sd_toggle/configs` of
-github.com/furiosa-ai/EfficientRollout at 0ff0bc5). H100: of a 7B model to 192 tokens, vLLM 0.26 and 0.31 (`by_size`
-in experiments/results/bench_phase.jsonl, medians of quiet steps); larger steps were measured on the A100 alone."""
+github.com/furiosa-ai/EfficientRollout at 0ff0bc5). H100: of a 7B model to 192 tokens, vLLM 0.31 (`by_size` in
+experiments/results/bench_phase.jsonl, medians of quiet steps); its larger steps waited for the host, so they are the
+A100's."""
 VERIFYING = {"a100": 0.55e-6}
 """Seconds per token of context that a step takes longer if a request has more than one token: with 4,096 it was 2.3 ms
 there, with one request as with eight. FlashAttention 3, of Hopper, is taken to have no such loss."""
@@ -55,10 +56,11 @@ gets here. Kernels of larger steps are launched one by one, while the device com
 
 # Ours on the device, as replayed from CUDA graphs on an H100 (bench_verify.jsonl, bench_device.jsonl).
 SAMPLE, SCAN_ROW = 80e-6, 0.31e-6
-"""Sampling per step and per row of logits, between 144 and 4,608 rows. "none" gets ours."""
+"""Sampling per step and per row of logits, of 144 to 4,608 rows with drafts; without, 256 and 512 rows take twice as
+long. "none" gets ours."""
 DRAFT_CALL, DRAFT_REQUEST = 110e-6, 0.3e-6
-"""With a million tokens of rollouts; with a tenth half as long."""
-FEATURES, FEATURES_ROW = 12e-6, 0.0
+"""Between what 0.1 and 1 million tokens of rollouts take."""
+FEATURES = 12e-6
 SAMPLER_LAUNCHES, OUR_LAUNCHES = 30, 19
 """Estimates: of sampling and its surroundings in any engine; ours more with drafter and features: 87 less the 70 of the
 earlier features, and the two of today's."""
@@ -185,7 +187,7 @@ def shape_of(model: str) -> Shape:
 
 def sampling_seconds(*, drafts: bool) -> Floats:
     """Seconds of sampling after the model has run, by TOKENS; what features cost is added where there are drafts."""
-    return SAMPLE + SCAN_ROW * TOKENS + (FEATURES + FEATURES_ROW * TOKENS) * drafts
+    return SAMPLE + SCAN_ROW * TOKENS + FEATURES * drafts
 
 
 def step_cost(shape: Shape, gpu: str, *, drafts: bool, context: float = CONTEXT) -> EngineCost:

@@ -422,7 +422,7 @@ def _accept_kernel(
         if RAW:
             logprob = logit * LOG2E - unscaled_high - tl.log2(unscaled_mass)
         else:
-            logprob = logit * scale - high - tl.log2(mass)
+            logprob = tl.fma(logit, scale, -high) - tl.log2(mass)
         tl.store(logprob_ptr + row, tl.minimum(logprob, 0.0) * LN2, mask=is_row)
         tl.store(rank_ptr + row, tl.zeros([WIDTH], tl.int64), mask=is_row)
 
@@ -508,7 +508,7 @@ def _features_kernel(
             for i in tl.static_range(TOP_TOKENS):
                 best = tl.max(logits, axis=0)
                 at = tl.min(tl.where(logits == best, token, NO_TOKEN), axis=0)
-                logprob = (best * scale - high - tl.log2(mass)) * LN2
+                logprob = (tl.fma(best, scale, -high) - tl.log2(mass)) * LN2
                 code = tl.minimum(tl.maximum(tl.floor(1.5 - logprob / LOGPROB_STEP), 1.0), MAX_CODE)
                 if best > float("-inf"):
                     ids |= tl.where(place == i // 2, at.to(tl.int64) << (32 * (i % 2)), 0)

@@ -146,11 +146,11 @@ def test_a_draft_without_alternatives_is_accepted_whatever_the_noise(verify, k, 
     noise_of_seeds = uniform32(
         torch.arange(100_000), torch.zeros(1).long(), torch.zeros(1).long(), domain=noise.DOMAIN_ACCEPT
     )
-    seeds = noise_of_seeds[:, 0].topk(count).indices
-    logits = torch.zeros(count * (k + 1), 512)
-    logits[:, 7] = 1e4
+    seeds = noise_of_seeds[:, 0].topk(count).indices  # of the first position
+    logits = torch.zeros(count * (k + 1), 1100)
+    logits[:, 700] = 1e4
     rows = SamplingBatch(torch.full((count,), 0.6), seeds, torch.zeros(count, dtype=torch.int64))
-    drafts, cu = torch.full((count * k,), 7, dtype=torch.int32), torch.arange(k, count * k + 1, k, dtype=torch.int32)
+    drafts, cu = torch.full((count * k,), 700, dtype=torch.int32), torch.arange(k, count * k + 1, k, dtype=torch.int32)
     assert verify(logits, drafts, cu, rows, method="rejection").num_accepted.tolist() == [k] * count
 
 
