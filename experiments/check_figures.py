@@ -83,7 +83,7 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     first += fields(run, "stock_over_on_per_token", "identical", "rollouts")
     trl = [row for row in read("bench_trl") if "H100" in row["device"]]
     phases, simulated = read("bench_phase"), read("modes_simulated", benchmark="modes/phases")
-    first += [*fields(trl, "times_as_fast", "identical", "rollouts")]
+    first += fields(trl, "times_as_fast", "identical", "rollouts")
     first += [row["times_as_fast"] for row in phases if row["mode"] == "device"]
     yield "| requests at once | ", [*phases, *simulated], on_gpu(phases, simulated)
     yield "| What | Ran on ", [*trl, *phases, *demos, *engines, *run], first

@@ -9,6 +9,7 @@ step.
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from rollout_spec.estimate.phases import Adaptive, Policy, k_by_requests, simula
 from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 
 
+@cache
 def simulated(shape: str, gpu: str, mode: str, batch: int, k: int, *, is_adaptive: bool) -> list[dict[str, Any]]:
     """What the simulation says of each phase, of which the second one has the first one's history."""
     recorded = read_recorded(str(ROLLOUTS))

@@ -1,4 +1,4 @@
-"""What an engine's steps take on a GPU in each mode, put together from parts. **Estimates**: none ran on a GPU.
+"""What an engine's steps take on a GPU in each mode, put together from parts. **Estimates.**
 
     python -m experiments.costs.gpus [--gpus h100 h200 a100] [--out FILE]
     python -m experiments.costs.gpus --measured FILE.csv [--out FILE]

@@ -61,6 +61,7 @@ long. "none" gets ours."""
 DRAFT_CALL, DRAFT_REQUEST = 110e-6, 0.3e-6
 """Between what 0.1 and 1 million tokens of rollouts take."""
 FEATURES = 12e-6
+"""What they add to sampling, per step."""
 SAMPLER_LAUNCHES, OUR_LAUNCHES = 30, 19
 """Estimates: of sampling and its surroundings in any engine; ours more with drafter and features: 87 less the 70 of the
 earlier features, and the two of today's."""
