@@ -16,6 +16,9 @@ Each mode has an engine in a process of its own: those of build.py, and
 
     budget-words, device-words
                  without features: history is words alone
+    none-apart, device-apart
+                 the engine's core in a process of its own, as servers and `vllm.LLM` have it. The others are in their
+                 caller's process, as TRL's colocated engine is, which takes turns with it
 
 For each batch size there are two phases: the first meets the problems for the first time; the second, after new
 weights, has that history and samples other rollouts of the same problems. A queue is a batch larger than `--max-seqs`.
@@ -42,7 +45,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -51,6 +54,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from experiments.engines import scripted
 from experiments.engines.build import (
     OURS,
     SHAPES,
@@ -66,29 +70,27 @@ from experiments.engines.build import (
 from experiments.rows import append, make_parser, origin, quantiles
 from experiments.traces import read_traces
 from rollout_spec.estimate.recorded import Rollout, by_problem
-from rollout_spec.transfers import to_device
 
 WORDS = "-words"
 """End of the names of modes without features."""
+APART = "-apart"
+"""End of the names of modes whose engine core has a process of its own."""
 MODES = (
     "none", "budget", "device", "budget-words", "device-words", "all", "ngram_gpu", "ngram", "suffix", "off",
+    "none-apart", "device-apart",
 )  # fmt: skip
 DEFAULT_MODES = MODES[:9]
 """In the order in which they run: the first ones matter most, and time may run out."""
-SEEDED = [mode for mode in MODES if mode.removesuffix(WORDS) in OURS]
+SEEDED = [mode for mode in MODES if mode.split("-")[0] in OURS]
 """Only ours get seeds: for each of them vLLM's V1 sampler runs kernels of their own."""
 ROLLOUTS = Path(__file__).with_name("rg_llama_math.parquet")
 GROUP = 8
 """Rollouts per problem and phase, more where there are too few problems."""
 PHASES = ("first", "history")
-ABOVE_ALL = 1e4
-"""Of a raised logit: other logits and the noise stay below 100."""
 LEFT_IN_TAIL = 0.25
-ENOUGH_STEPS = 5
-"""For a median."""
+OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+"""Environment of an engine core in a process of its own, which is told functions to call."""
 WARM_UP_TOKENS = 8
-SCRIPT = "recorded_rollout"
-"""Key of `SamplingParams.extra_args` under which a request says which rollout it is."""
 
 
 def fits(recorded: list[list[Rollout]], batch: int) -> bool:
@@ -128,71 +130,6 @@ class Phase:
             self.problems += [batch * 100_000 + index] * (len(self.rollouts) - len(self.problems))
 
 
-class Scripts:
-    """Makes a vLLM model runner sample recorded rollouts.
-
-    Args:
-        rollouts: All that will be asked for.
-        end: The token that ends a sequence, which also follows everything that is recorded.
-    """
-
-    def __init__(self, runner: Any, rollouts: list[Rollout], end: int) -> None:
-        self._runner = runner
-        self._end = end
-        texts = [np.concatenate((prompt_of(rollout), rollout.token_ids)) for rollout in rollouts]
-        table = np.full((len(texts) + 1, max(map(len, texts)) + 256), end, np.int64)
-        for row, text in enumerate(texts):
-            table[row, : len(text)] = text
-        self._table = torch.from_numpy(table).to(runner.device)
-        self._scheduled: list[str] = []
-        self._of_request = torch.full((1,), len(texts), dtype=torch.int64, device=runner.device)
-        if hasattr(runner, "input_batch"):
-            self._sample, runner._sample = runner._sample, self._sample_v1
-        else:
-            self._of_request = self._of_request.repeat(runner.max_num_reqs)
-            self._add_requests, runner.add_requests = runner.add_requests, self._add_requests_v2
-            for kind in {type(runner.sampler), type(runner.rejection_sampler or runner.sampler)}:
-                kind.__call__ = self._forcing(kind.__call__)
-
-    def _force(self, logits: torch.Tensor, script: torch.Tensor, position: torch.Tensor) -> None:
-        """Raise the logit of the recorded token in every row. `script` and `position`: integer [N]."""
-        wanted = self._table[script, (position + 1).clamp(max=self._table.shape[1] - 1)]
-        logits.scatter_(1, wanted[:, None], ABOVE_ALL)
-
-    def _sample_v1(self, logits: torch.Tensor, metadata: Any) -> Any:
-        runner = self._runner
-        req_ids = runner.input_batch.req_ids
-        if req_ids != self._scheduled:
-            self._scheduled = list(req_ids)
-            scripts = [runner.requests[req_id].sampling_params.extra_args[SCRIPT] for req_id in req_ids]
-            self._of_request = to_device(scripts, torch.int64, logits.device)
-        if metadata is None:
-            rows, script = runner.query_start_loc.gpu[1 : len(req_ids) + 1] - 1, self._of_request
-        else:
-            rows = metadata.logits_indices
-            script = torch.repeat_interleave(
-                self._of_request,
-                to_device([count + 1 for count in metadata.num_draft_tokens], torch.int64, logits.device),
-                output_size=len(rows),
-            )
-        self._force(logits, script, runner.positions.index_select(0, rows))
-        return self._sample(logits, metadata)
-
-    def _add_requests_v2(self, scheduler_output: Any) -> None:
-        self._add_requests(scheduler_output)
-        for request in scheduler_output.scheduled_new_reqs:
-            row = self._runner.req_states.req_id_to_index[request.req_id]
-            self._of_request[row] = request.sampling_params.extra_args[SCRIPT]
-
-    def _forcing(self, call: Any) -> Any:
-        def sample(sampler: Any, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-            script = self._of_request[input_batch.expanded_idx_mapping.long()]
-            self._force(logits, script, input_batch.positions[input_batch.logits_indices])
-            return call(sampler, logits, input_batch, *args, **kwargs)
-
-        return sample
-
-
 def read_recorded(path: str) -> list[list[Rollout]]:
     """The problems all of whose rollouts say something.
 
@@ -208,19 +145,6 @@ def read_recorded(path: str) -> list[list[Rollout]]:
 def prompt_of(rollout: Rollout) -> np.ndarray:
     """A recording may have no prompt, and vLLM takes none that is empty."""
     return rollout.prompt_token_ids if rollout.prompt_token_ids.size else np.zeros(1, np.int32)
-
-
-def marks() -> Callable[[], Any]:
-    """What marks the present moment: an event in the device's stream, or the host's time without a GPU."""
-    if not torch.cuda.is_available():
-        return time.perf_counter
-
-    def mark() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    return mark
 
 
 class Turns:
@@ -259,56 +183,26 @@ class Turns:
         return folder / f"{mode}.gone"
 
 
-def milliseconds_between(marked: Sequence[Any]) -> np.ndarray:
-    """Of each pair of neighbours, float64."""
-    if not marked or isinstance(marked[0], float):
-        return np.diff(np.array(marked, dtype=float)) * 1e3
-    torch.cuda.synchronize()
-    return np.array([first.elapsed_time(second) for first, second in pairwise(marked)])
-
-
 class Watch:
-    """What an engine's steps are: called before each one."""
+    """When an engine's steps began, as its caller sees them."""
 
-    def __init__(self, llm: Any, runner: Any) -> None:
+    def __init__(self, llm: Any) -> None:
         self.times: list[float] = []
         self.unfinished: list[int] = []
-        self.requests: list[int] = []
-        self.tokens: list[int] = []
-        self.begun: list[Any] = []
-        mark = marks()
         engine = llm.llm_engine
-        step, execute_model = engine.step, runner.execute_model
+        step = engine.step
 
         def watched_step(*args: Any, **kwargs: Any) -> Any:
             self.times.append(time.perf_counter())
             self.unfinished.append(engine.get_num_unfinished_requests())
             return step(*args, **kwargs)
 
-        def watched_execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            if scheduler_output.total_num_scheduled_tokens:
-                self.requests.append(len(scheduler_output.num_scheduled_tokens))
-                self.tokens.append(scheduler_output.total_num_scheduled_tokens)
-                self.begun.append(mark())
-            return execute_model(scheduler_output, *args, **kwargs)
-
-        engine.step, runner.execute_model = watched_step, watched_execute_model
-        cuts_drafts = getattr(runner, "adaptive_verification", None)
-        if cuts_drafts is not None:  # which is after they were scheduled
-            get_num_tokens = cuts_drafts.get_num_tokens
-
-            def watched_get_num_tokens(*args: Any, **kwargs: Any) -> int:
-                self.tokens[-1] = get_num_tokens(*args, **kwargs)
-                return self.tokens[-1]
-
-            cuts_drafts.get_num_tokens = watched_get_num_tokens
-        sizes = engine.vllm_config.compilation_config.cudagraph_capture_sizes
-        self._largest_graph = max(sizes or [0])
+        engine.step = watched_step
 
     def clear(self) -> None:
         """Begin a phase."""
-        for values in (self.times, self.unfinished, self.requests, self.tokens, self.begun):
-            values.clear()
+        self.times.clear()
+        self.unfinished.clear()
 
     def summary(self, num_tokens: int, ended: float) -> dict[str, Any]:
         """Of the phase that has ended at this time."""
@@ -319,25 +213,7 @@ class Watch:
             "tail_seconds": round(float(np.diff(times)[is_tail].sum()), 4),
             "step_ms": quantiles(np.diff(times) * 1e3),
             "tokens_per_second": round(num_tokens / (times[-1] - times[0]), 1),
-            "steps": len(self.tokens),
-            "tokens_per_step": round(num_tokens / sum(self.requests), 3),
-            "verified_per_step": round(sum(self.tokens) / sum(self.requests), 3),
-            "steps_without_graph": round(float(np.mean(np.array(self.tokens) > self._largest_graph)), 3),
-            "by_size": self._by_size(),
         }
-
-    def _by_size(self) -> list[tuple[int, int, int, float]]:
-        """(requests, tokens, steps, their median in ms) of every size of a step that occurred often enough."""
-        times: dict[tuple[int, int], list[float]] = {}
-        for size, ms in zip(
-            zip(self.requests, self.tokens, strict=True), milliseconds_between(self.begun), strict=False
-        ):
-            times.setdefault(size, []).append(ms)
-        return [
-            (*size, len(ms), round(float(np.median(ms)), 3))
-            for size, ms in sorted(times.items())
-            if len(ms) >= ENOUGH_STEPS
-        ]
 
 
 def end_token(rollouts: list[Rollout]) -> int:
@@ -351,6 +227,7 @@ def build(args: argparse.Namespace, mode: str, has_noise: bool, **arguments: Any
     """The engine of a mode."""
     arguments |= made_up_arguments(args, 2000)
     options: dict[str, Any] = {"verify": "sample" if has_noise else "rejection"}
+    mode = mode.removesuffix(APART)
     base = mode.removesuffix(WORDS)
     options["drafter_options"] = {} if base == mode else dict(WORDS_ALONE)
     return build_engine(args.model, base, args.k, options=options, **arguments)
@@ -371,10 +248,11 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> None:
         max_model_len=max(prompt_of(rollout).size for rollout in rollouts) + limit + args.k + 1,
     )  # fmt: skip
     engine = llm.llm_engine
-    runner = engine.model_executor.driver_worker.model_runner
     warm_ups = {batch: made_up(batch, SHAPES[args.shape][-1]) for batch in batches}
-    Scripts(runner, [*rollouts, *(rollout for made in warm_ups.values() for rollout in made)], max(end, 0))
-    watch = Watch(llm, runner)
+    all_rollouts = [*rollouts, *(rollout for made in warm_ups.values() for rollout in made)]
+    texts = [[*prompt_of(rollout).tolist(), *rollout.token_ids.tolist()] for rollout in all_rollouts]
+    (runner,) = llm.collective_rpc(scripted.install, args=(texts, max(end, 0)))
+    watch = Watch(llm)
 
     def generate(rollouts: list[Rollout], problems: list[int], first_script: int) -> Any:
         prompts = [{"prompt_token_ids": prompt_of(rollout).tolist()} for rollout in rollouts]
@@ -387,7 +265,7 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> None:
                 SamplingParams(
                     temperature=1.0, seed=seed, max_tokens=limit if ends else rollout.token_ids.size,
                     stop_token_ids=[end] if ends else None, ignore_eos=True, logprobs=0, detokenize=False,
-                    extra_args={SCRIPT: script, **ours},
+                    extra_args={scripted.SCRIPT: script, **ours},
                 )
             )  # fmt: skip
         return llm.generate(prompts, params, use_tqdm=False)
@@ -404,12 +282,13 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> None:
     last_batch = batches[0]
     for (batch, name), phase, first_script in zip(phases, phases.values(), first_scripts[:-1], strict=True):
         if batch != last_batch:
-            forget_other_problems(runner)
+            llm.collective_rpc(scripted.forget_other_problems)
         last_batch = batch
         for _ in turns.of(mode, (batch, name)) if turns is not None else (0,):
             if mode in SEEDED:  # new weights
                 command(llm, "begin_policy_version", 1)
             before = command(llm, "stats") if mode in SEEDED else None
+            llm.collective_rpc(scripted.begin_phase)
             watch.clear()
             outputs = generate(phase.rollouts, phase.problems, first_script)
             ended = time.perf_counter()
@@ -420,9 +299,9 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> None:
             num_tokens = sum(map(len, said))
             result = {
                 "mode": mode, "batch": batch, "phase": name, "k": args.k, "max_seqs": args.max_seqs,
-                "noise": has_noise, "runner": type(runner).__module__, "tokens": num_tokens,
+                "noise": has_noise, "runner": runner, "tokens": num_tokens,
                 "async_scheduling": engine.vllm_config.scheduler_config.async_scheduling,
-                **watch.summary(num_tokens, ended),
+                **watch.summary(num_tokens, ended), **llm.collective_rpc(scripted.end_phase, args=(num_tokens,))[0],
             }  # fmt: skip
             if before is not None:
                 result |= of_drafts(before, command(llm, "stats"), on_host=not mode.startswith("device"))
@@ -430,13 +309,6 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> None:
             if mode == "budget" and len(results) == len(phases):
                 result["report"] = command(llm, "report")
             write_result(args.result, results)
-
-
-def forget_other_problems(runner: Any) -> None:
-    """Other batch sizes have the same texts, as other problems, in which the device drafter would find them."""
-    texts = getattr(getattr(getattr(runner, "speculator", None), "drafter", None), "_texts", None)
-    if texts is not None:
-        texts.index.zero_()
 
 
 def of_drafts(before: dict[str, Any], after: dict[str, Any], *, on_host: bool) -> dict[str, Any]:
@@ -527,7 +399,7 @@ def main(argv: list[str] | None = None) -> None:
                     again += ["--max-seqs", str(args.max_seqs or min(max(sizes), 256))]
                     again += ["--turns", folder] if args.together else []
                     name = f"phase_{args.shape}_{mode}" + (f"_{batches[0]}" if len(batches) < len(sizes) else "")
-                    found += runs.run(name, *again) or []
+                    found += runs.run(name, *again, environment=OWN_PROCESS if mode.endswith(APART) else {}) or []
             finally:  # the others wait for its turns
                 Turns.gone(Path(folder), mode).touch()
             return found
@@ -535,7 +407,8 @@ def main(argv: list[str] | None = None) -> None:
         rows = [row for found in (pool.map if args.together else map)(run, args.modes) for row in found]
     for row in rows:
         cell = row["batch"], row["phase"]
-        baseline = [r["seconds"] for r in rows if (r["batch"], r["phase"], r["mode"]) == (*cell, "none")]
+        none = "none" + APART * row["mode"].endswith(APART)
+        baseline = [r["seconds"] for r in rows if (r["batch"], r["phase"], r["mode"]) == (*cell, none)]
         if baseline:
             row["times_as_fast"] = round(float(np.mean(baseline)) / row["seconds"], 3)
         append(args.out, {**about, **row})
