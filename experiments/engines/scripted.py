@@ -100,9 +100,11 @@ class Scripts:
 
     def _add_requests_v2(self, scheduler_output: Any) -> None:
         self._add_requests(scheduler_output)
-        for request in scheduler_output.scheduled_new_reqs:
-            row = self._runner.req_states.req_id_to_index[request.req_id]
-            self._of_request[row] = request.sampling_params.extra_args[SCRIPT]
+        new, device = scheduler_output.scheduled_new_reqs, self._of_request.device
+        if new:
+            rows = [self._runner.req_states.req_id_to_index[request.req_id] for request in new]
+            scripts = [request.sampling_params.extra_args[SCRIPT] for request in new]
+            self._of_request[to_device(rows, torch.int64, device)] = to_device(scripts, torch.int64, device)
 
     def _forcing(self, call: Any) -> Any:
         def sample(sampler: Any, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:

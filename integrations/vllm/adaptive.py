@@ -1,10 +1,11 @@
 """How many of the device's draft tokens are verified: those that pay, where vLLM can cut drafts on the device.
 
 V2's model runner times its CUDA graphs at start. In each step it then keeps those draft tokens, of all requests, that
-are worth the time of their verification by the drafter's confidence. Whether an engine's attention kernels allow that,
-the workers know once vLLM has made them; elsewhere all requests of a step have one K (`measured_schedule.py`). The
-scheduler is made after that, maybe in another process, and reads a schedule of K by the number of requests. So one of
-ours is in vLLM's configuration from the beginning, and the engine's core replaces it if its workers cut drafts.
+are worth the time of their verification by the drafter's confidence; where the device would wait for the host, they
+take none (`host_time.py`). Whether an engine's attention kernels allow that, the workers know once vLLM has made them;
+elsewhere all requests of a step have one K (`measured_schedule.py`). The scheduler is made after that, maybe in another
+process, and reads a schedule of K by the number of requests. So one of ours is in vLLM's configuration from the
+beginning, and the engine's core replaces it if its workers cut drafts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.config import OUR_SCHEDULE, say, shown_ranges
+from rollout_spec.integrations.vllm.host_time import HostTime
+from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.step_sizes import MEASURED_CONTEXT, MOST_CUT_REQUESTS, ranges_of
 
 
@@ -80,7 +83,9 @@ def settle_schedule(vllm_config: Any, ask_workers: Callable[[], list[dict[str, A
 
 
 def prepare_to_measure(runner: Any, index_dtype: torch.dtype) -> None:
-    """Called before vLLM measures what steps cost. Compiles what cuts drafts, which vLLM does while it serves.
+    """Called before vLLM measures what steps cost on the device, beside which the host's time is to count.
+
+    Compiles what cuts drafts, which vLLM does while it serves.
 
     PyTorch compiles variants for one request and for more, and for one draft token that stays and for more.
 
@@ -98,6 +103,7 @@ def prepare_to_measure(runner: Any, index_dtype: torch.dtype) -> None:
             adaptive_verification._assign_draft_token_budget_compiled(
                 manager._confidence_probs, requests, capacities, num_kept, manager.num_speculative_steps
             )
+    HostTime(manager, runner.step_timing, sharing_from_first_rank(runner.vllm_config))
     manager.batches_to_profile = functools.partial(_batches_like_drafts, type(manager).batches_to_profile, manager)
 
 

@@ -86,6 +86,14 @@ def verifies_adaptively(speculative_config: Any) -> bool:
     return bool(getattr(speculative_config, "enable_adaptive_verification", False))
 
 
+def may_verify_adaptively(version_tuple: tuple[Any, ...]) -> bool:
+    """Whether V2 has all that our speculator needs to cut drafts, as from 0.31 on.
+
+    With 0.31 as the oldest version, this can go.
+    """
+    return not (0, 0) < version_tuple[:2] < (0, 31)
+
+
 def check_adaptive_verification(vllm_config: Any) -> None:
     """Raise ValueError where vLLM's adaptive verification does not fit an engine, as far as its configuration says.
 

@@ -30,6 +30,9 @@ MEASURED_CONTEXT = 512
 """Tokens of context of each token in the steps that vLLM measures for its adaptive verification. With 256 to 1,024 of
 them, a step of more requests took on an A100 what verifying as many draft tokens took (experiments/results/README.md).
 """
+LARGEST_CUT = 1024
+"""Tokens of a step whose drafts vLLM cuts. With 256 requests and a small model, verifying so many takes a GPU less time
+than the host needs for the step."""
 MOST_CUT_REQUESTS = 512
 """Of a step whose drafts vLLM cuts, an estimate: of more, sorting the confidences on the host would take milliseconds.
 """
@@ -123,12 +126,16 @@ def add_graphs(vllm_config: Any, set_sizes: Callable[[], None]) -> str | None:
     Returns:
         What to tell the user; None: nothing has been added, and all steps have room.
     """
+    import vllm
+
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     speculative = vllm_config.speculative_config
     ranges = getattr(speculative, "num_speculative_tokens_per_batch_size", None)
     ranges = ranges or [(1, 1, speculative.num_speculative_tokens)]
     width = 1 + max(k for _, _, k in ranges)
     most, room = most_tokens(scheduler.max_num_seqs, ranges), scheduler.max_num_batched_tokens
+    if hasattr(speculative, OUR_SCHEDULE) and compat.may_verify_adaptively(vllm.__version_tuple__):
+        most = max(most, min(scheduler.max_num_seqs * (speculative.num_speculative_tokens + 1), LARGEST_CUT))
     are_given = compilation.cudagraph_capture_sizes is not None or compilation.max_cudagraph_capture_size is not None
     set_sizes()
     own = compilation.cudagraph_capture_sizes or []  # empty without graphs

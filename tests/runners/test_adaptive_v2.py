@@ -18,6 +18,7 @@ from rollout_spec.config import PROPOSER_PATH
 from rollout_spec.drafters.device import kernels
 from rollout_spec.integrations.vllm import adaptive, compat, step_sizes
 from rollout_spec.integrations.vllm.config import OUR_SCHEDULE
+from rollout_spec.integrations.vllm.host_time import HostTime
 from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 from rollout_spec.verify import kernel
 from tests.integrations.engines import (
@@ -128,6 +129,26 @@ def test_drafts_are_cut_where_attention_allows_it(tiny_model, off, reference_mod
     generate(llm, params, prompts)
     # Of a new request vLLM keeps K draft tokens once, before it has heard how likely they are.
     assert stats_of(llm)["draft_tokens"] <= stats["draft_tokens"] + len(params) * K
+
+
+def test_drafts_that_cost_no_time_are_verified(tiny_model, off, reference_model, monkeypatch):
+    """As if the device waited for the host in every step, which takes much longer than what it is thought to cost."""
+    llm = build_adaptive(tiny_model)
+    runner = runner_of(llm)
+    host = HostTime(runner.adaptive_verification, runner.step_timing, None)
+    runner.adaptive_verification._cudagraph_limit = 10_000
+    decisions, shares = kept_and_scheduled(llm, monkeypatch), []
+    prompts, params = requests(8)
+    plain = generate(off, params, prompts)
+    for waits in (False, False, True):
+        host._last.clear()
+        host.device_waits = lambda waits=waits: waits
+        assert_same(generate(llm, params, prompts), plain, prompts, params, reference_model)
+        assert (host.milliseconds > 0) == waits
+        kept, scheduled = np.sum(decisions, 0)
+        decisions.clear()
+        shares.append(kept / scheduled)
+    assert shares[2] > 1.5 * shares[1]
 
 
 @pytest.mark.parametrize(
