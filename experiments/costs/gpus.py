@@ -21,12 +21,11 @@ import numpy as np
 from experiments.rows import append, make_parser, origin
 from rollout_spec.estimate.costs import (
     CONTEXT,
-    CORES,
+    HOST_REQUEST,
+    HOST_STEP,
     LAUNCH,
     PEAKS,
     SHAPES,
-    VLLM_REQUEST,
-    VLLM_STEP,
     EngineCost,
     sampling_seconds,
     step_cost,
@@ -55,10 +54,10 @@ def cost_of(model: str, mode: Mode, gpu: str, context: int = CONTEXT) -> EngineC
         return cost
     launching = SHAPES[model].layers * LAUNCH * PIECEWISE_LAUNCHES
     return cost._replace(
-        seconds=np.maximum(cost.seconds, launching + sampling_seconds(drafts=True)) + CORES * VLLM_STEP,
-        request_seconds=cost.request_seconds + CORES * VLLM_REQUEST,
-        draft_call_seconds=CORES * HOST_DRAFT_CALL,
-        draft_seconds=CORES * HOST_DRAFT_REQUEST,
+        seconds=np.maximum(cost.seconds, launching + sampling_seconds(drafts=True)) + HOST_STEP,
+        request_seconds=cost.request_seconds + HOST_REQUEST,
+        draft_call_seconds=HOST_DRAFT_CALL,
+        draft_seconds=HOST_DRAFT_REQUEST,
         host_seconds=0.0,
         host_request_seconds=0.0,
     )

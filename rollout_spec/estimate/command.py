@@ -119,7 +119,8 @@ def engine_of(args: Namespace, context: float, batch: int) -> Engine:
             raise ValueError("--step-times needs --gpu, too: how drafts are cut depends on it")
         if k > max(times):
             raise ValueError(f"{args.step_times} has steps of at most {max(times)} draft tokens: give -k {max(times)}")
-        policy = _policy(args.gpu, k, batch, 1.0, measured_curve(times).steps)
+        curve = measured_curve(times)
+        policy = _policy(args.gpu, k, batch, 1.0, lambda num_requests, num_tokens: curve.steps(num_tokens))
         return Engine(MeasuredCost(times, drafts=False), MeasuredCost(times, drafts=True), policy, k)
     if args.gpu is None:
         return Engine(UNIT_COST, UNIT_COST, lambda num_requests: k, k)

@@ -1,7 +1,7 @@
 """What an engine's steps take on a GPU: measured times, or an estimate from the model's and the GPU's sizes.
 
-Scheduling is asynchronous: a step takes as long as the device, or the host if that takes longer. Seconds unless said
-otherwise. `experiments/costs/gpus.py` shows estimates beside what was measured.
+Scheduling is asynchronous: a step takes little longer than the device, or than the host if that takes longer. Seconds
+unless said otherwise. `experiments/costs/gpus.py` shows estimates beside what was measured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.integrations.vllm.step_sizes import MEASURED_CONTEXT
+from rollout_spec.integrations.vllm.host_time import SHARE
+from rollout_spec.integrations.vllm.step_sizes import LARGEST_CUT, MEASURED_CONTEXT
 
 Floats = NDArray[np.float64]
 
@@ -62,16 +63,16 @@ DRAFT_CALL, DRAFT_REQUEST = 110e-6, 0.3e-6
 """Between what 0.1 and 1 million tokens of rollouts take."""
 FEATURES = 12e-6
 """What they add to sampling, per step."""
-SAMPLER_LAUNCHES, OUR_LAUNCHES = 30, 19
-"""Estimates: of sampling and its surroundings in any engine; ours more with drafter and features: 87 less the 70 of the
-earlier features, and the two of today's."""
 
-# The host: 20 % quantiles measured on the two busy cores of `experiments/results`.
-CORES = 0.5
-"""Time on a GPU server's idle cores as a share of that: an estimate."""
-VLLM_STEP, VLLM_REQUEST = 0.35e-3, 28e-6
-"""Scheduling, input preparation and output processing, measured in vLLM 0.31 twice: 0.32 and 0.36 ms for one request,
-and 23 to 32 us more for each."""
+# The host: per step, and per request of a step.
+HOST_STEP, HOST_REQUEST = 2.2e-3, 35e-6
+"""Scheduling, preparing, launching and reading a step in vLLM 0.31, beside an H100: the line through the medians in
+`by_size` of experiments/results/bench_phase.jsonl, of a 1.5B model, for whose steps the device waits."""
+OVERLAP = 3
+"""Where device and host take about the same time, they wait for each other: the two times to this power are added. With
+it phases of bench_phase.jsonl were estimated best."""
+HOST_STEP_WITH_DRAFTS, HOST_REQUEST_WITH_DRAFTS = 4.8e-3, 48e-6
+"""With the device drafter and adaptive verification: some 1.3 ms more is vLLM's, 1.3 ms ours."""
 
 
 class EngineCost(NamedTuple):
@@ -91,7 +92,7 @@ class EngineCost(NamedTuple):
     verify_seconds: float = 0.0
     """Extra seconds of a step with draft tokens."""
     host_seconds: float = 0.0
-    """With asynchronous scheduling the host works while the device computes. No step takes less than this."""
+    """With asynchronous scheduling the host works while the device computes. Each step takes more than this."""
     host_request_seconds: float = 0.0
     """What each request of a step adds to `host_seconds`."""
 
@@ -114,7 +115,8 @@ class EngineCost(NamedTuple):
         """Seconds of a step, without those of the drafter."""
         seconds = self.step(num_requests + num_draft_tokens) + self.request_seconds * num_requests
         seconds += self.verify_seconds * (num_draft_tokens > 0)
-        return max(seconds, self.host_seconds + self.host_request_seconds * num_requests)
+        host = self.host_seconds + self.host_request_seconds * num_requests
+        return float((seconds**OVERLAP + host**OVERLAP) ** (1 / OVERLAP))
 
 
 UNIT_COST = EngineCost(np.array([1.0, 2.0]), np.ones(2))
@@ -213,19 +215,26 @@ def step_cost(shape: Shape, gpu: str, *, drafts: bool, context: float = CONTEXT)
         draft_call_seconds=DRAFT_CALL * drafts,
         request_seconds=context * shape.cache_bytes / bandwidth,
         verify_seconds=context * VERIFYING.get(gpu, 0.0),
-        host_seconds=CORES * VLLM_STEP + LAUNCH * (SAMPLER_LAUNCHES + OUR_LAUNCHES * drafts),
-        host_request_seconds=CORES * VLLM_REQUEST,
+        host_seconds=HOST_STEP_WITH_DRAFTS if drafts else HOST_STEP,
+        host_request_seconds=HOST_REQUEST_WITH_DRAFTS if drafts else HOST_REQUEST,
     )
 
 
-def measured_by_vllm(shape: Shape, gpu: str) -> Callable[[NDArray[np.int64]], Floats]:
-    """What an engine with adaptive verification measures at its start: seconds of steps by their tokens.
+def measured_by_vllm(shape: Shape, gpu: str) -> Callable[[int, NDArray[np.int64]], Floats]:
+    """What an engine with adaptive verification knows of its steps: seconds by their requests and tokens.
 
-    See `adaptive.py`: each token has `MEASURED_CONTEXT` tokens of context, and the host's time is not seen.
+    What it measures at its start, with `MEASURED_CONTEXT` tokens of context for each token (`adaptive.py`), but at
+    least the host's time (`host_time.py`).
     """
     cost = step_cost(shape, gpu, drafts=True)
     per_token = MEASURED_CONTEXT * shape.cache_bytes / (BYTES_SHARE * PEAKS[gpu][0])
-    return lambda num_tokens: cost.steps(num_tokens) + per_token * num_tokens + cost.draft_call_seconds
+
+    def seconds(num_requests: int, num_tokens: NDArray[np.int64]) -> Floats:
+        device = cost.steps(num_tokens) + per_token * num_tokens + cost.draft_call_seconds
+        host = SHARE * (cost.host_seconds + cost.host_request_seconds * num_requests)
+        return np.where(num_tokens > LARGEST_CUT, device + host, np.maximum(device, host))
+
+    return seconds
 
 
 def measured_curve(milliseconds: Mapping[int, Mapping[int, float]]) -> EngineCost:

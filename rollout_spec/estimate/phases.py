@@ -34,10 +34,10 @@ class Adaptive:
     which ones, from those of these drafts.
 
     Args:
-        seconds: Of a step by its number of tokens, as vLLM has measured it.
+        seconds: Of steps by their number of requests and their numbers of tokens, as far as the engine knows.
     """
 
-    def __init__(self, seconds: Callable[[NDArray[np.int64]], Floats]) -> None:
+    def __init__(self, seconds: Callable[[int, NDArray[np.int64]], Floats]) -> None:
         self._seconds = seconds
         self._before: dict[str, Floats] = {}
 
@@ -67,7 +67,7 @@ class Adaptive:
         size, k = survival.shape
         scores = -np.sort(-known, axis=None)
         emitted = size + np.append(0.0, np.cumsum(scores))
-        num_kept = int(np.argmax(emitted / self._seconds(size + np.arange(size * k + 1))))
+        num_kept = int(np.argmax(emitted / self._seconds(size, size + np.arange(size * k + 1))))
         kept = np.zeros(size * k, bool)
         kept[np.argsort(-survival, axis=None, kind="stable")[:num_kept]] = True
         return drafts._replace(lengths=kept.reshape(size, k).sum(1))

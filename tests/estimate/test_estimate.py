@@ -169,7 +169,10 @@ def test_of_too_many_requests_no_drafts_are_cut_as_in_engines(monkeypatch):
     monkeypatch.setattr(phases, "MOST_CUT_REQUESTS", 3)
     text = np.tile(np.arange(5, dtype=np.int32), 8)
     rollouts = [Rollout(0, PROMPT, text[: 20 + 5 * n]) for n in range(5)]
-    drafter, policy = build_drafter("history", max_draft_tokens=4), Adaptive(lambda sizes: np.ones(len(sizes)))
+    drafter, policy = (
+        build_drafter("history", max_draft_tokens=4),
+        Adaptive(lambda requests, sizes: np.ones(len(sizes))),
+    )
     steps = list(simulate(rollouts, drafter, policy, UNIT_COST, num_speculative_tokens=4, batch=8))
     assert {step.num_draft_tokens for step in steps if step.num_requests > 3} == {0}
     assert any(step.num_draft_tokens for step in steps if step.num_requests <= 3)
@@ -183,7 +186,10 @@ def test_of_too_many_requests_no_drafts_are_cut_as_in_engines(monkeypatch):
 def test_each_phase_begins_alike(step_seconds, num_drafted):
     """Its requests have the same numbers as those of the last one, and their drafts count as certain."""
     texts = np.random.default_rng(0).integers(0, 3, (4, 40), np.int32)
-    rollouts, policy = [Rollout(0, PROMPT, text) for text in texts], Adaptive(lambda sizes: sizes + step_seconds)
+    rollouts, policy = (
+        [Rollout(0, PROMPT, text) for text in texts],
+        Adaptive(lambda requests, sizes: sizes + step_seconds),
+    )
 
     def first_drafts():
         drafter = build_drafter("history", max_draft_tokens=4)

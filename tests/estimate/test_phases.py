@@ -72,10 +72,14 @@ def test_the_budget_pays_where_tokens_are_free_and_stays_out_where_they_are_not(
             assert always[-1].seconds > 1.2 * none.seconds
 
 
-def test_a_step_takes_what_its_requests_cost_and_no_less_than_the_host():
-    cost = STEEP._replace(request_seconds=10.0, host_seconds=30.0, host_request_seconds=2.0)
-    steps = [cost.whole_step(1, 0), cost.whole_step(4, 0), cost.whole_step(4, 8)]
-    assert steps == [32, 4 + 40, 12 + 40]
+def test_a_step_takes_what_its_requests_cost_and_more_than_the_host():
+    cost = STEEP._replace(request_seconds=10.0)
+    assert [cost.whole_step(1, 0), cost.whole_step(4, 0), cost.whole_step(4, 8)] == pytest.approx([11, 44, 52])
+    assert cost._replace(host_seconds=5.0).whole_step(4, 8) == pytest.approx(52, rel=1e-3)
+    assert cost._replace(host_seconds=1000.0, host_request_seconds=2.0).whole_step(4, 8) == pytest.approx(
+        1008, rel=1e-3
+    )
+    assert cost._replace(host_seconds=52.0).whole_step(4, 8) == pytest.approx(52 * 2 ** (1 / 3))
     assert cost._replace(draft_call_seconds=3.0, draft_seconds=0.5).drafting(4) == 5
 
 
