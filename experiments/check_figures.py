@@ -48,12 +48,12 @@ def modes(rows: Rows) -> Iterator[float]:
 
 def on_gpu(phases: Rows, simulated: Rows) -> Iterator[float]:
     """Of phases on a GPU: seconds without drafts and with them, tokens per step, times as fast, as it was estimated."""
+    names = "shape", "batch", "phase"
     for with_drafts in (row for row in phases if row["mode"] == "device"):
-        cell = with_drafts["batch"], with_drafts["phase"]
-        took = [row["seconds"] for row in phases if (row["batch"], row["phase"], row["mode"]) == (*cell, "none")]
-        estimated = {
-            row["mode"]: row["simulated"]["seconds"] for row in simulated if (row["batch"], row["phase"]) == cell
-        }
+        cell = tuple(with_drafts[name] for name in names)
+        took = [row["seconds"] for row in phases if (*(row[name] for name in names), row["mode"]) == (*cell, "none")]
+        same = [row for row in simulated if tuple(row[name] for name in names) == cell]
+        estimated = {row["mode"]: row["simulated"]["seconds"] for row in same}
         yield from (np.mean(took), with_drafts["seconds"], with_drafts["tokens_per_step"])
         yield from (with_drafts["times_as_fast"], estimated["none"] / estimated["device"])
 

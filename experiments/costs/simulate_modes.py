@@ -6,11 +6,10 @@
 Steps take what `gpus.py` says of each mode, recorded rollouts decide what is accepted. Policies, all compared with vLLM
 without speculation and with asynchronous scheduling:
 
-- `constant`: the device drafts equally many tokens for all requests of a step, K by their number.
-- `schedule`: the same, but fewer where they do not pay by what was measured.
+- `schedule`: the device drafts equally many tokens for all requests of a step, K by their number, and fewer where they
+  do not pay by what was measured.
 - `adaptive`: the device drafts K = 8, and vLLM cuts them by confidence and by what it has measured. Not on an A100,
   whose attention kernels cannot take that.
-- `oracle`: the same if it were known which tokens are right.
 - `host`: the host drafts with our budget.
 
 Drafter and budget know the engine from half a phase of other prompts. A phase has twice as many rollouts as are
@@ -30,8 +29,6 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-import numpy as np
-
 from experiments.costs.gpus import Mode, cost_of
 from experiments.drafting.regimes import split
 from experiments.rows import append, make_parser, origin
@@ -39,41 +36,21 @@ from experiments.traces import read_traces
 from rollout_spec.budget import Budget
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
-from rollout_spec.estimate.costs import SHAPES, Floats, measured_by_vllm
+from rollout_spec.estimate.costs import SHAPES, measured_by_vllm
 from rollout_spec.estimate.phases import Adaptive, Policy, k_by_requests, simulate, sum_up
-from rollout_spec.estimate.recorded import RecordedTarget, Rollout, add_rollout, by_problem
+from rollout_spec.estimate.recorded import Rollout, add_rollout, by_problem
 from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
-from rollout_spec.loop import Decoder
-from rollout_spec.types import Drafts
 
 BENCHMARK = "modes/simulated"
 K = 8
-BATCHES = (1, 8, 16, 64, 128, 512)
+BATCHES = (1, 16, 64, 512)
 SAMPLES = HISTORY = 16
 SETS = ("tot_text_gpt4", "r1v_grpo_log", "rg_llama_math")
 ENGINES = [
-    *itertools.product(["h100"], ["1.5b", "7b", "32b", "30b-a3b"], [1024]), ("h100", "7b", 8192), ("a100", "7b", 1024),
-    ("a100", "7b", 8192),
+    *itertools.product(["h100"], ["1.5b", "7b", "30b-a3b"], [1024]), ("a100", "7b", 1024), ("a100", "7b", 8192),
 ]  # fmt: skip
 """GPU, model and tokens of context."""
-POLICIES = ("constant", "schedule", "adaptive", "oracle", "host")
-
-
-class Oracle(Adaptive):
-    """The same if it knew which drafted tokens are right."""
-
-    def survival(self, drafts: Drafts, decoder: Decoder, target: RecordedTarget) -> Floats:
-        """1 for what is right, else 0."""
-        texts = [tokens[:n] for tokens, n in zip(drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)]
-        right, start, survival = target(decoder.live, texts).token_ids, 0, np.zeros(drafts.token_ids.shape)
-        for row, text in zip(survival, texts, strict=True):
-            row[: len(text)] = np.cumprod(right[start : start + len(text)] == text)
-            start += len(text) + 1
-        return survival
-
-    def known_to_host(self, survival: Floats, decoder: Decoder) -> Floats:
-        """All of it."""
-        return survival
+POLICIES = ("schedule", "adaptive", "host")
 
 
 def filled(earlier: Sequence[Rollout], **options: Any) -> Drafter:
@@ -149,12 +126,12 @@ def policy_of(name: str, model: str, gpu: str) -> Policy:
     """By its name in POLICIES, or "none"."""
     if name == "host":
         return Budget()
-    if name in ("adaptive", "oracle"):
-        return (Oracle if name == "oracle" else Adaptive)(measured_by_vllm(SHAPES[model], gpu))
+    if name == "adaptive":
+        return Adaptive(measured_by_vllm(SHAPES[model], gpu))
     if name == "none":
         return lambda num_requests: 0
     most = k_by_requests(gpu, K, SHAPES[model].used_experts)
-    return MeasuredSchedule([most(n) for n in range(BATCHES[-1] + 1)]) if name == "schedule" else most
+    return MeasuredSchedule([most(n) for n in range(BATCHES[-1] + 1)])
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:

@@ -130,6 +130,17 @@ def write_adapters(model: Path) -> None:
         adapted.save_pretrained(model.parent / name)
 
 
+def logits_of(model: Path, version: int, tokens: Sequence[int]) -> torch.Tensor:
+    """A policy version's logits of the token after these, without adapters, float64 [VOCAB_SIZE]."""
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    policy.load_state_dict(dict(weights_of(model, version)), strict=False)  # tied weights are there once
+    with torch.no_grad():
+        logits: torch.Tensor = policy.double()(torch.tensor([list(tokens)])).logits[0, -1]
+    return logits
+
+
 def weights_of(model: Path, version: int) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, values) of a policy version's parameters. Version 0 is what the model's file has."""
     from safetensors.torch import load_file

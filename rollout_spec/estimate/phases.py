@@ -45,23 +45,23 @@ class Adaptive:
         """All requests are new."""
         self._before = {}
 
-    def survival(self, drafts: Drafts, decoder: Decoder, target: RecordedTarget) -> Floats:
+    def _survival(self, drafts: Drafts, decoder: Decoder) -> Floats:
         """The probability that each drafted token is reached and right, float64 [B, K]; 0 where there is none."""
         rows = [decoder.drafting.drafter.row_of(request.req_id) for request in decoder.live]
         confidence = decoder.drafting.drafter.table.arrays.confidence[rows].astype(np.float64)
         return np.where(np.arange(confidence.shape[1]) < drafts.lengths[:, None], confidence, 0.0)
 
-    def known_to_host(self, survival: Floats, decoder: Decoder) -> Floats:
+    def _known_to_host(self, survival: Floats, decoder: Decoder) -> Floats:
         """What the host has of it, float64 [B, K]: of the drafts before. New requests count as certain."""
         names = [request.req_id for request in decoder.live]
         before = np.array([self._before.get(name, np.ones(survival.shape[1])) for name in names])
         self._before = dict(zip(names, survival, strict=True))
         return before
 
-    def cut(self, drafts: Drafts, decoder: Decoder, target: RecordedTarget) -> Drafts:
+    def cut(self, drafts: Drafts, decoder: Decoder) -> Drafts:
         """These drafts with the lengths that are verified."""
-        survival = self.survival(drafts, decoder, target)
-        known = self.known_to_host(survival, decoder)
+        survival = self._survival(drafts, decoder)
+        known = self._known_to_host(survival, decoder)
         if not decoder.drafting.num_asked:
             return drafts
         size, k = survival.shape
@@ -139,7 +139,7 @@ def simulate(
     if isinstance(policy, Adaptive):
         policy.begin_phase()
         draft: Any = decoder.drafting.draft
-        decoder.drafting.draft = lambda *args, **kwargs: policy.cut(draft(*args, **kwargs), decoder, target)  # type: ignore[method-assign]
+        decoder.drafting.draft = lambda *args, **kwargs: policy.cut(draft(*args, **kwargs), decoder)  # type: ignore[method-assign]
     waiting = [rollout for rollout in reversed(rollouts) if rollout.token_ids.size]
     tokens, clock = 0, 0.0  # the seconds of a request that was there from the beginning
     started: dict[str, tuple[Rollout, float]] = {}

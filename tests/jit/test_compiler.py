@@ -20,6 +20,7 @@ import pytest
 
 import rollout_spec
 from rollout_spec.drafters import build_drafter
+from rollout_spec.jit import cache
 from rollout_spec.jit import compiler as jit
 from rollout_spec.jit.compiler import by_reference, njit
 
@@ -176,3 +177,16 @@ def test_a_drafter_can_be_copied_and_pickled():
         assert copied.propose(["a"], room)[0].token_ids.tolist() == [2, 3, 1, 2]
     drafter.extend("a", [3])
     assert drafter.propose(["a"], room)[0].token_ids.tolist() == [1, 2, 3, 1]
+
+
+def test_the_digest_covers_files_of_every_depth(tmp_path, monkeypatch):
+    files = [tmp_path / name for name in ("a.py", "b/c.py", "b/d/e.py")]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("x = 1")
+    monkeypatch.setattr(cache, "__file__", str(tmp_path / "jit" / "cache.py"))
+    seen = {cache.digest.__wrapped__()}
+    for file in files:
+        file.write_text("x = 2")
+        seen.add(cache.digest.__wrapped__())
+    assert len(seen) == 4

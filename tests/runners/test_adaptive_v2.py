@@ -344,10 +344,15 @@ def test_two_ranks_cut_alike_and_their_scheduler_hears_of_it(tiny_model, off, re
         plain = generate(off, params, prompts)
         for _ in range(3):
             assert_same(generate(llm, params, prompts), plain, prompts, params, reference_model)
+        cut = llm.collective_rpc("rollout_spec", args=("stats",))[0]
+        llm.collective_rpc("let_the_device_wait")
+        assert_same(generate(llm, params, prompts), plain, prompts, params, reference_model)
+        milliseconds = llm.collective_rpc("host_milliseconds")
         first, second = llm.collective_rpc("rollout_spec", args=("report",))
+    assert milliseconds[0] == milliseconds[1] > 0
     assert first["is_adaptive"]
     assert second["is_adaptive"]
     names = "draft_tokens", "accepted_tokens", "drafted_per_position", "accepted_per_position"
     assert [first["stats"][name] for name in names] == [second["stats"][name] for name in names]
     assert first["sources"] == second["sources"]
-    assert 20 < first["stats"]["accepted_tokens"] < first["stats"]["draft_tokens"] < 0.7 * K * 30 * 8
+    assert 20 < cut["accepted_tokens"] < cut["draft_tokens"] < 0.7 * K * 30 * 8

@@ -100,6 +100,9 @@ def test_a_device_that_does_not_wait_says_how_long_the_host_takes_at_most(clock)
     run(manager, timing, clock, 10.0, waits=False, steps=1)
     decide(manager)
     assert host.milliseconds == pytest.approx(10.0)
+    run(manager, timing, clock, 20.0, waits=True)
+    decide(manager)
+    assert host.milliseconds == pytest.approx(20.0), "what was before that is forgotten"
 
 
 def test_steps_beyond_the_graphs_take_the_host_s_time_as_well(clock):
