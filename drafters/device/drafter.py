@@ -45,6 +45,7 @@ from rollout_spec.drafters.host.constants import CELLS, MAX_DEPTH, SOURCES
 from rollout_spec.drafters.registry import MAX_INDEX_BYTES, MAX_RESIDENT_TOKENS
 from rollout_spec.features.format import FEATURE_WORDS, Features, check_features, no_features
 from rollout_spec.history.rollout import Rollout
+from rollout_spec.launches import trust_constants
 from rollout_spec.transfers import copy_to_host, runs_later, upload
 
 MAX_MEMBERS = 255
@@ -476,6 +477,7 @@ class DeviceDrafter:
         kernels.retire(*rows, self._texts)
         kernels.move(torch.zeros(1, 3, dtype=torch.int64, device=self._device), self._texts)
         kernels.index(torch.zeros(1, dtype=torch.int64, device=self._device), self._texts)
+        trust_constants(kernels)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 

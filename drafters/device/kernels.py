@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rollout_spec.drafters.host import constants
 from rollout_spec.features import format as target_features
+from rollout_spec.launches import next_power_of_2
 from rollout_spec.noise import host as noise
 from rollout_spec.noise.triton import finish_hash, gumbel, row_state, token_key, unfinished_hash
 
@@ -801,7 +802,7 @@ def extend(
         FEATURES=known.value,
         LAYOUT=texts.layout,
         K=k,
-        WIDTH=triton.next_power_of_2(k),
+        WIDTH=next_power_of_2(k),
         BLOCK=NEW_TOKENS,
         num_warps=1,
     )
@@ -820,7 +821,7 @@ def lengthen(slots: Tensor, wanted: Tensor, tokens: Tensor, texts: Texts, length
         SHORTEN=shorten,
         FEATURES=texts.features.shape[0] > 0,
         M=m,
-        WIDTH=triton.next_power_of_2(m),
+        WIDTH=next_power_of_2(m),
         num_warps=1,
     )
 
@@ -904,7 +905,7 @@ def draft(
         FEATURES=has_features,
         USE_NOISE=use_noise,
         K=k,
-        WIDTH=triton.next_power_of_2(k),
+        WIDTH=next_power_of_2(k),
         NUM_KEYS=keys.shape[1] * keys.shape[2],
         num_warps=4 if has_features else 1,  # a lane per choice
         # A product that is added to another lane's within a fused multiply-add is not rounded, the other one is: lanes

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rollout_spec.drafters.device import kernels
 from rollout_spec.drafters.model import choice
+from rollout_spec.launches import next_power_of_2
 
 NUM_POSITION_BINS = tl.constexpr(choice.NUM_POSITION_BINS)
 NUM_PROBABILITY_BINS = tl.constexpr(choice.NUM_PROBABILITY_BINS)
@@ -165,7 +166,7 @@ class DeviceChoice:
             cells,
             self.counts,
             M=self._m,
-            WIDTH=triton.next_power_of_2(self._m),
+            WIDTH=next_power_of_2(self._m),
             num_warps=1,
         )
         drafts = torch.empty(batch, self._k, dtype=torch.int64, device=slots.device)
@@ -192,7 +193,7 @@ class DeviceChoice:
             is_model,
             K=self._k,
             M=self._m,
-            WIDTH=triton.next_power_of_2(self._k),
+            WIDTH=next_power_of_2(self._k),
             num_warps=1,
         )
         self._num_steps += 1

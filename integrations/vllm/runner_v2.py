@@ -74,7 +74,7 @@ class _Asked(NamedTuple):
 class _Uncounted(NamedTuple):
     """A verification's numbers, which are being copied to the host."""
 
-    copy: HostCopy  # broken rows, accepted drafts, drafts, [B] each
+    copy: HostCopy  # broken rows, accepted drafts, rows, [B] each
     has_sampled: np.ndarray  # bool [B], False for prompts not yet read to their end
     req_ids: list[str]
 
@@ -363,8 +363,7 @@ class VerifyingSampler:
             return
         # Waiting for the device would undo asynchronous scheduling. Draft lengths come from the device, too: where
         # vLLM's adaptive verification cuts drafts, the host does not know them.
-        num_drafted = layout.starts[1:] - layout.starts[:-1] - 1
-        copy = HostCopy((result.num_broken_rows, result.num_accepted, num_drafted))
+        copy = HostCopy((result.num_broken_rows, result.num_accepted, layout.starts.diff()))
         self._unread.append(_Uncounted(copy, _has_sampled(input_batch), input_batch.req_ids))
         self.read_counts()
 
@@ -376,10 +375,10 @@ class VerifyingSampler:
         """
         while self._unread and (wait or self._unread[0].copy.has_arrived()):
             counts = self._unread.popleft()
-            broken, accepted, drafted = counts.copy.read()
+            broken, accepted, num_rows = counts.copy.read()
             raise_if_broken(broken, counts.req_ids)
             rows = counts.has_sampled
-            self._adapter.stats.record(drafted[rows], accepted[rows])
+            self._adapter.stats.record(num_rows[rows] - 1, accepted[rows])
 
 
 def _has_sampled(input_batch: Any) -> np.ndarray:

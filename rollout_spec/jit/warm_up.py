@@ -18,6 +18,7 @@ from rollout_spec.drafters.host.step import Sampled
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.drafting import Drafting
 from rollout_spec.jit.cache import REMEDY, find_folder
+from rollout_spec.launches import trust_constants
 from rollout_spec.types import LogprobsMode, SamplingBatch
 from rollout_spec.verify.api import draw, verify_rows
 from rollout_spec.verify.layout import lay_out
@@ -136,6 +137,7 @@ def warm_up_kernels(
             hidden=None if hidden is None else torch.zeros(rows, hidden[0], dtype=hidden[1], device=device),
             max_draft_tokens=num_drafts,
         )
+    trust_constants(kernel)
 
 
 def _verify(config: RolloutSpecConfig) -> None:

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from rollout_spec.features import format
 from rollout_spec.features.torch import project
+from rollout_spec.launches import cdiv, next_power_of_2
 from rollout_spec.noise import host as noise
 from rollout_spec.noise.triton import finish_hash, gumbel, row_state, token_key, unfinished_hash, uniform
 from rollout_spec.types import (
@@ -567,7 +568,7 @@ def gather_layout(
     # vLLM's dummy steps and its versions have other types here, for which the kernel would be compiled again.
     logits_indices, request, offset = logits_indices.long(), request.int(), offset.int()
     layout = _empty_layout(starts, num_rows)
-    _gather_layout_kernel[(triton.cdiv(num_rows, 128),)](
+    _gather_layout_kernel[(cdiv(num_rows, 128),)](
         input_ids,
         positions,
         logits_indices,
@@ -604,14 +605,14 @@ def verify_rows(
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
-    num_groups = triton.cdiv(num_rows, ROWS)
+    num_groups = cdiv(num_rows, ROWS)
     tokens_per_split, num_splits = _split(vocab_size, num_groups)
     score, token, high, mass = (
         empty(dtype, num_rows, num_splits) for dtype in (torch.float32, torch.int32, torch.float32, torch.float32)
     )
     unscaled = [empty(torch.float32, num_rows, num_splits) for _ in range(2)] if is_raw else [high, mass]
     parts = Parts(score, token, high, mass, *unscaled)
-    tile_max = empty(torch.float32, num_groups, triton.cdiv(vocab_size, BLOCK), ROWS)
+    tile_max = empty(torch.float32, num_groups, cdiv(vocab_size, BLOCK), ROWS)
     _scan_kernel[(num_groups, num_splits)](
         logits,
         logits.stride(0),
@@ -636,7 +637,7 @@ def verify_rows(
     if logprobs_mode is not None:
         logprobs, ranks = empty(torch.float32, num_rows), empty(torch.int64, num_rows)
     joined = empty(torch.float32, num_rows), empty(torch.float32, num_rows)
-    padded_width = triton.next_power_of_2(width)
+    padded_width = next_power_of_2(width)
     _accept_kernel[(num_requests,)](
         logits,
         logits.stride(0),
@@ -689,7 +690,7 @@ def verify_rows(
             *joined,
             features,
             vocab_size,
-            TILES=triton.next_power_of_2(tile_max.shape[1]),
+            TILES=next_power_of_2(tile_max.shape[1]),
             ROWS=ROWS,
             BLOCK=BLOCK,
         )
@@ -698,7 +699,7 @@ def verify_rows(
 
 def _split(vocab_size: int, num_programs: int) -> tuple[int, int]:
     """(tokens per split, splits) such that about `TARGET_PROGRAMS` programs run."""
-    num_tiles = triton.cdiv(vocab_size, BLOCK)
-    wanted = min(num_tiles, triton.cdiv(TARGET_PROGRAMS, num_programs))
-    tiles = triton.cdiv(num_tiles, wanted)
-    return tiles * BLOCK, triton.cdiv(num_tiles, tiles)
+    num_tiles = cdiv(vocab_size, BLOCK)
+    wanted = min(num_tiles, cdiv(TARGET_PROGRAMS, num_programs))
+    tiles = cdiv(num_tiles, wanted)
+    return tiles * BLOCK, cdiv(num_tiles, tiles)
