@@ -36,6 +36,8 @@ Mode = Literal["none", "device", "host"]
 PIECEWISE_LAUNCHES = 3
 """Launches per layer where requests have different numbers of draft tokens, and vLLM has no graph of whole steps: the
 graph of what lies between two attentions, the cache's update and attention. Read in vLLM's code."""
+HOST_VERIFYING = 1.2e-3
+"""What our sampler takes a GPU server's host more than vLLM's, of a step of 64 requests (results/README.md)."""
 HOST_DRAFT_CALL, HOST_DRAFT_REQUEST = 160e-6, 10.5e-6
 """The drafter on the host in V2, K = 8, on quiet cores: 170 us for one request, 10 for each of 64, 6.8 of 256 (measured
 at 5505d49; bench_host.jsonl has 188, 19 and 11, on busier ones). Without what is indexed while the device computes."""
@@ -54,7 +56,7 @@ def cost_of(model: str, mode: Mode, gpu: str, context: int = CONTEXT) -> EngineC
         return cost
     launching = SHAPES[model].layers * LAUNCH * PIECEWISE_LAUNCHES
     return cost._replace(
-        seconds=np.maximum(cost.seconds, launching + sampling_seconds(drafts=True)) + HOST_STEP,
+        seconds=np.maximum(cost.seconds, launching + sampling_seconds(drafts=True)) + HOST_STEP + HOST_VERIFYING,
         request_seconds=cost.request_seconds + HOST_REQUEST,
         draft_call_seconds=HOST_DRAFT_CALL,
         draft_seconds=HOST_DRAFT_REQUEST,

@@ -80,6 +80,8 @@ def test_a_step_takes_what_its_requests_cost_and_more_than_the_host():
         1008, rel=1e-3
     )
     assert cost._replace(host_seconds=52.0).whole_step(4, 8) == pytest.approx(52 * 2 ** (1 / 3))
+    verifying = cost._replace(verify_seconds=7.0)
+    assert [verifying.whole_step(4, 0), verifying.whole_step(4, 8)] == pytest.approx([44, 52 + 7])
     assert cost._replace(draft_call_seconds=3.0, draft_seconds=0.5).drafting(4) == 5
 
 
