@@ -169,3 +169,15 @@ def test_seeds_that_follow_from_the_engines_are_repeated_and_are_no_copies(launc
     different = [seed for front_end in range(2) for engine_seed in (3, 4) for seed in seeds(front_end, engine_seed)]
     assert len(set(different)) == len(different)
     assert seeds(1) == seeds(1)
+
+
+def test_what_the_caller_gave_stays_as_it_is():
+    """A dict may be that of many requests, of which one has a salt."""
+    parallel = SimpleNamespace(data_parallel_size=1, data_parallel_rank=0, distributed_executor_backend=None)
+    engine = SimpleNamespace(use_v2_model_runner=True, parallel_config=parallel, model_config=SimpleNamespace(seed=0))
+    given = {"rollout_spec_problem_id": 7, "other": [1]}
+    params = SamplingParams(extra_args=given)
+    FrontEnd(engine, RolloutSpecConfig()).prepare(SimpleNamespace(sampling_params=params, cache_salt="tenant"))
+    assert given == {"rollout_spec_problem_id": 7, "other": [1]}
+    assert request_options(params.extra_args).own_only
+    assert params.extra_args["other"] == [1]
