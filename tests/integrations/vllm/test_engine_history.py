@@ -11,9 +11,13 @@ pytest.importorskip("vllm")
 
 from transformers import AutoTokenizer
 
-from rollout_spec import engine_kwargs
+from rollout_spec import RolloutSpecConfig, engine_kwargs
 from rollout_spec.cli import main
 from rollout_spec.doctor import explain, read_report
+from rollout_spec.drafters import build_drafter
+from rollout_spec.history.problems import Problems
+from rollout_spec.history.rollout import Rollout
+from rollout_spec.integrations.vllm import engine_history
 from tests.history.made_up import rollouts_in
 from tests.integrations.engines import (
     build,
@@ -47,6 +51,16 @@ def test_imported_text_is_found_by_its_prompt(tiny_model, tmp_path, capfd):
     assert stats_of(llm)["policy_version"] == 3
     session_of(llm).engine_history.close()
     assert len({rollout.problem_id for rollout in rollouts_in(folder)}) == 2
+
+
+def test_other_ranks_take_rollouts_and_version_of_the_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_history, "is_first_rank", lambda vllm_config: False)
+    drafter = build_drafter("history", max_draft_tokens=4)
+    first = [Rollout(1, 3, np.arange(3, 9, dtype=np.int32), np.arange(9, 30, dtype=np.int32))], 3
+    config = RolloutSpecConfig(history_dir=str(tmp_path))
+    keeper = engine_history.EngineHistory(config, None, drafter, Problems(1000), lambda ours: type(ours)(first))
+    assert keeper.load() == 3
+    assert drafter.history_summary()["newest_version"] == 3
 
 
 def test_a_folder_that_cannot_be_used_costs_a_warning_and_not_the_run(tiny_model, tmp_path, caplog):
