@@ -16,6 +16,8 @@
 #   SHAPE      of the model in `first` and `second`, 1.5b unless set; `tiny` makes every stage small, for a CPU
 #   TRITON_CACHE_DIR  kernels that were compiled elsewhere, which saves minutes of `check`. A CPU with the same release of
 #              Triton fills the folder by KERNELS_FILL_CACHE=1 PYTHONPATH=tests/gpu_stand_in:. and the stages' commands.
+# On a CPU, with emulated kernels: PYTHONPATH=tests/gpu_stand_in SHAPE=tiny VLLM_USE_V2_MODEL_RUNNER=1 LIMIT=3000
+# ROLLOUTS=experiments/results/real_policy/samples-step0040-t1.parquet
 # A failing stage does not stop the others. OUT gets results.jsonl, summary.txt and logs.tar.gz, which holds all that each
 # stage and each engine printed.
 set -uo pipefail
