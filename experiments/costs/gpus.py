@@ -3,10 +3,10 @@
     python -m experiments.costs.gpus [--gpus h100 h200 a100] [--out FILE]
     python -m experiments.costs.gpus --measured FILE.csv [--out FILE]
 
-Without drafts, and with the drafter on the device, scheduling is asynchronous: a step takes as long as the device, or
-the host if that takes longer. With the drafter on the host they work one after the other. Seconds unless said
-otherwise. `--measured`: beside what was measured on an A100, a file with the columns model, requests, context,
-num_speculative_tokens and median_ms.
+Without drafts, and with the drafter on the device, scheduling is asynchronous: a step takes little longer than the
+device, or than the host if that takes longer. With the drafter on the host they work one after the other. Seconds
+unless said otherwise. `--measured`: beside what was measured on an A100, a file with the columns model, requests,
+context, num_speculative_tokens and median_ms.
 """
 
 from __future__ import annotations

@@ -59,7 +59,6 @@ class Scripts:
 
     def __init__(self, runner: Any, texts: list[list[int]], end: int) -> None:
         self._runner = runner
-        self._end = end
         table = np.full((len(texts) + 1, max(map(len, texts)) + 256), end, np.int64)
         for row, text in enumerate(texts):
             table[row, : len(text)] = np.asarray(text)

@@ -46,9 +46,9 @@ SUFFIX, NGRAM = {"drafter": "suffix", **BUDGET}, {"drafter": "ngram", **BUDGET}
 DEVICE = {"drafter": "device", "drafter_options": {"max_resident_tokens": 4000}}
 LIVES = (0.2, 0.4, 0.4)
 """Of a kind's time."""
-CLOSE, NEAR = 1e-3, 2e-3
-"""Logits vary by about 1e-6 with the batch: two tokens whose perturbed logits are CLOSE may change places, and a
-log-probability may differ by NEAR."""
+ROUNDING, CLOSE, NEAR = 1e-5, 1e-3, 2e-3
+"""Logits vary by about 1e-6 with the batch: two tokens whose perturbed logits are CLOSE may change places, also to be
+kept or not by truncation if their logits differ by ROUNDING, and a log-probability may differ by NEAR."""
 KINDS: dict[str, tuple[float, tuple[dict[str, Any], ...], dict[str, Any]]] = {
     "colocated": (0.3, (EVERY_DRAFT, SUFFIX, BUDGET), LORA),
     "served": (0.3, (BUDGET, EVERY_DRAFT, NGRAM), LORA),
@@ -147,10 +147,11 @@ class Soak:
     def _decides_rounding(self, round_: Round, request: Request, at: int, a: Rollout, b: Rollout) -> bool:
         """Whether truncation kept one of two tokens whose logits differ by rounding, each engine another one."""
         token, other = a.token_ids[at], b.token_ids[at]
-        if request.adapter is not None or b.top[at].get(token, -np.inf) > -np.inf:
+        truncates = request.params.keys() & {"top_k", "top_p", "min_p"}
+        if not truncates or request.adapter is not None or b.top[at].get(token, -np.inf) > -np.inf:
             return False
         logits = logits_of(self._model, round_.version, [*request.prompt, *b.token_ids[:at]])
-        return bool(abs(logits[token] - logits[other]) < CLOSE)
+        return bool(abs(logits[token] - logits[other]) < ROUNDING)
 
     def _again(self) -> str:
         rounds = " ".join(map(str, [*self.rounds, 0, 0][:3]))

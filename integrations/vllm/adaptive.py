@@ -1,10 +1,10 @@
 """How many of the device's draft tokens are verified: those that pay, where vLLM can cut drafts on the device.
 
 V2's model runner times its CUDA graphs at start. In each step it then keeps those draft tokens, of all requests, that
-are worth the time of their verification by the drafter's confidence; where the device would wait for the host, they
-take none (`host_time.py`). Whether an engine's attention kernels allow that, the workers know once vLLM has made them;
-elsewhere all requests of a step have one K (`measured_schedule.py`). The scheduler is made after that, maybe in another
-process, and reads a schedule of K by the number of requests. So one of ours is in vLLM's configuration from the
+are worth the time of their verification by the drafter's confidence; where the device would wait for the host, it
+counts as free (`host_time.py`). Whether an engine's attention kernels allow that, the workers know once vLLM has made
+them; elsewhere all requests of a step have one K (`measured_schedule.py`). The scheduler is made after that, maybe in
+another process, and reads a schedule of K by the number of requests. So one of ours is in vLLM's configuration from the
 beginning, and the engine's core replaces it if its workers cut drafts.
 """
 

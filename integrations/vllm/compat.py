@@ -86,12 +86,12 @@ def verifies_adaptively(speculative_config: Any) -> bool:
     return bool(getattr(speculative_config, "enable_adaptive_verification", False))
 
 
-def may_verify_adaptively(version_tuple: tuple[Any, ...]) -> bool:
-    """Whether V2 has all that our speculator needs to cut drafts, as from 0.31 on.
+def may_verify_adaptively(vllm_config: Any, version_tuple: tuple[Any, ...]) -> bool:
+    """Whether vLLM may cut our drafts, before it has a GPU to ask: `check_adaptive_verification` decides.
 
-    With 0.31 as the oldest version, this can go.
+    With 0.31 as the oldest version, the second test can go.
     """
-    return not (0, 0) < version_tuple[:2] < (0, 31)
+    return vllm_config.lora_config is None and not (0, 0) < version_tuple[:2] < (0, 31)
 
 
 def check_adaptive_verification(vllm_config: Any) -> None:

@@ -1,9 +1,9 @@
-"""What the host takes for a step, which drafts cost nothing to fill.
+"""Drafts that fill the time for which the device would wait for the host.
 
 A host that schedules, prepares and launches steps, and reads what they sampled, takes milliseconds for each, and more
-for many requests. A GPU that needs less waits for it: on an H100, steps of a 1.5B model kept it busy for a third of the
-time (experiments/results/README.md). Until the device has as much to do as the host, verifying a further draft token
-takes no time at all, which vLLM's adaptive verification, that weighs the device's time alone, does not know.
+for many requests. A GPU that needs less waits for it: with 64 requests of a 1.5B model and drafts, an H100 computed for
+3.3 of 10 ms (experiments/results/README.md). Until the device has as much to do as the host, verifying a further draft
+token takes no time at all. vLLM's adaptive verification does not know that, as it weighs the device's time alone.
 """
 
 from __future__ import annotations
@@ -17,47 +17,60 @@ from typing import Any
 import numpy as np
 
 STEPS = 16
-"""As many of the last steps say what the host takes, by their median: some read prompts, and requests come and go."""
+"""The host's time is the median of this many steps, so that prompts and ending requests do not count."""
 SHARE = 0.9
-"""Of the host's time that the device gets to fill: the rest shows that it still waits."""
+"""Steps are filled up to this share of the host's time. The device then still finishes first, which is how the host's
+time is measured."""
 
 
 class HostTime:
     """Lets vLLM's adaptive verification count a step's time as at least the host's.
 
-    The host's time is that from one forward pass's launch to the next one's. It is known where the device had finished
-    the step before when the next one was launched. Where it had not, the host takes at most that long.
+    The host's time is that from one forward pass's launch to the next one's. It is known where the device was idle at
+    both: otherwise the host may have waited for it, and takes at most that long.
 
     Args:
-        manager: vLLM's `AdaptiveVerificationManager`, which has measured what steps cost.
+        manager: vLLM's `AdaptiveVerificationManager`, which measures what steps cost on the device.
         timing: The runner's `StepTimingCollector`, which is told when a forward pass is launched.
         share: Gives all tensor-parallel ranks the first one's object; None for a single rank.
+
+    Attributes:
+        milliseconds: The host's time, 0 while it is not known.
     """
 
     def __init__(self, manager: Any, timing: Any, share: Callable[[Any], Any] | None) -> None:
         self.milliseconds = 0.0
         self._manager = manager
         self._share = share
-        self._launched = time.perf_counter()
+        self._launched = 0.0
+        self._waited = False  # the device, at the last launch
+        self._is_step = False  # whether a step has been launched since then, and no made-up one
         self._last: deque[float] = deque(maxlen=STEPS)
         self._num_decisions = 0
         # vLLM captures graphs twice, the first time to see how much memory they take: the later object counts.
         self._choose = functools.partial(type(manager).get_num_tokens, manager)
+        self._record = functools.partial(type(manager).record_confidences, manager)
         self._forward_start = functools.partial(type(timing).forward_start, timing)
-        manager.get_num_tokens, timing.forward_start = self._get_num_tokens, self._launch
+        manager.get_num_tokens, manager.record_confidences = self._get_num_tokens, self._record_confidences
+        timing.forward_start = self._launch
 
     def device_waits(self) -> bool:
         """Whether the device has finished the step before: its copy of the confidences was the last it had to do."""
         return bool(self._manager._copy_events[self._manager._stale_idx ^ 1].query())
 
     def _launch(self) -> None:
-        now = time.perf_counter()
-        took, self._launched = (now - self._launched) * 1e3, now
-        if self.device_waits():
+        now, waits = time.perf_counter(), self.device_waits()
+        took = (now - self._launched) * 1e3
+        if self._is_step and waits and self._waited:
             self._last.append(took)
-        else:
+        elif self._is_step:
             self._last = deque((min(before, took) for before in self._last), STEPS)
+        self._launched, self._waited, self._is_step = now, waits, False
         self._forward_start()
+
+    def _record_confidences(self, *args: Any) -> None:
+        self._is_step = True
+        self._record(*args)
 
     def _get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
         if self._num_decisions % STEPS == 0 or self._share is None:  # ranks that decide otherwise would hang
@@ -65,7 +78,9 @@ class HostTime:
             self.milliseconds = self._share(known) if self._share else known
         self._num_decisions += 1
         drafting, verifying = tables = self._manager.cost_tables
-        self._manager.cost_tables = np.zeros_like(drafting), self._costs(verifying + drafting[len(num_tokens_per_req)])
+        most = sum(num_tokens_per_req.values()) + 1
+        on_device = verifying[:most] + drafting[len(num_tokens_per_req)]
+        self._manager.cost_tables = np.zeros(len(num_tokens_per_req) + 1), self._costs(on_device)
         try:
             return int(self._choose(num_tokens_per_req, draft_tokens))
         finally:

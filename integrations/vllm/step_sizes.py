@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollout_spec.integrations.vllm import compat
-from rollout_spec.integrations.vllm.config import OUR_SCHEDULE
+from rollout_spec.integrations.vllm.config import OUR_SCHEDULE, is_a100
 
 LARGEST = 2048
 """Larger steps keep a GPU busy for longer than launching their kernels takes, and their graphs would need memory."""
@@ -31,8 +31,8 @@ MEASURED_CONTEXT = 512
 them, a step of more requests took on an A100 what verifying as many draft tokens took (experiments/results/README.md).
 """
 LARGEST_CUT = 1024
-"""Tokens of a step whose drafts vLLM cuts. With 256 requests and a small model, verifying so many takes a GPU less time
-than the host needs for the step."""
+"""Tokens of the largest CUDA graph for steps whose drafts vLLM cuts. With 256 requests and a small model, verifying so
+many takes a GPU less time than the host needs for the step."""
 MOST_CUT_REQUESTS = 512
 """Of a step whose drafts vLLM cuts, an estimate: of more, sorting the confidences on the host would take milliseconds.
 """
@@ -134,13 +134,17 @@ def add_graphs(vllm_config: Any, set_sizes: Callable[[], None]) -> str | None:
     ranges = ranges or [(1, 1, speculative.num_speculative_tokens)]
     width = 1 + max(k for _, _, k in ranges)
     most, room = most_tokens(scheduler.max_num_seqs, ranges), scheduler.max_num_batched_tokens
-    if hasattr(speculative, OUR_SCHEDULE) and compat.may_verify_adaptively(vllm.__version_tuple__):
-        most = max(most, min(scheduler.max_num_seqs * (speculative.num_speculative_tokens + 1), LARGEST_CUT))
+    largest, most_of_one = most, width
+    may_cut = compat.may_verify_adaptively(vllm_config, vllm.__version_tuple__) and not is_a100()
+    if hasattr(speculative, OUR_SCHEDULE) and may_cut:
+        most_of_one = 1 + speculative.num_speculative_tokens
+        whole = min(scheduler.max_num_seqs, MOST_CUT_REQUESTS) * most_of_one
+        largest, most = max(most, min(whole, LARGEST_CUT)), max(most, whole)
     are_given = compilation.cudagraph_capture_sizes is not None or compilation.max_cudagraph_capture_size is not None
     set_sizes()
     own = compilation.cudagraph_capture_sizes or []  # empty without graphs
     remarks = []
-    added = larger_sizes(max(own), min(most, room), width) if own and not are_given else []
+    added = larger_sizes(max(own), min(largest, room), width) if own and not are_given else []
     if added:
         compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [*own, *added], None
         set_sizes()
@@ -150,7 +154,7 @@ def add_graphs(vllm_config: Any, set_sizes: Callable[[], None]) -> str | None:
             f"max_num_batched_tokens={room} leaves no room for all drafts of {scheduler.max_num_seqs} requests: raise "
             "it if so many run at once"
         )
-    steps = f"steps of up to {scheduler.max_num_seqs} requests with up to {width} tokens each, {most} in all"
+    steps = f"steps of up to {scheduler.max_num_seqs} requests with up to {most_of_one} tokens each, {most} in all"
     return f"{steps}: {'; '.join(remarks)}" if remarks else None
 
 

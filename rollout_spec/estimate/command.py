@@ -102,7 +102,7 @@ def run(args: Namespace) -> int:
                     print(_line(rows[-1], has_costs), flush=True)
     if has_costs:
         if args.step_times is None:
-            print('Step times are estimates: for an H100 "times as fast" was 0.91 to 1.33 times what was measured.')
+            print('Step times are estimates: "times as fast" was 0.91 to 1.33 times what an H100 gave.')
         for batch in args.requests:
             print(f"{batch} requests: {verdict([row for row in rows if row['requests'] == batch])}.")
     if args.json is not None:

@@ -53,7 +53,8 @@ LAUNCH = 7e-6
 """Launching one kernel, estimated by reading: 0.6 ms for the 87 kernels that we once added to a step."""
 LARGEST_GRAPH = 2048
 """`LARGEST` of integrations/vllm/step_sizes.py. vLLM's own is 512, beyond which an engine without speculation never
-gets here. Kernels of larger steps are launched one by one, while the device computes."""
+gets here. Kernels of larger steps are launched one by one, while the device computes. Where vLLM cuts drafts, graphs
+end at `LARGEST_CUT`, but launching those steps' kernels takes less time than the device computes."""
 
 # Ours on the device, as replayed from CUDA graphs on an H100 (bench_verify.jsonl, bench_device.jsonl).
 SAMPLE, SCAN_ROW = 80e-6, 0.31e-6
@@ -92,7 +93,7 @@ class EngineCost(NamedTuple):
     verify_seconds: float = 0.0
     """Extra seconds of a step with draft tokens."""
     host_seconds: float = 0.0
-    """With asynchronous scheduling the host works while the device computes. Each step takes more than this."""
+    """With asynchronous scheduling the host works while the device computes. See OVERLAP."""
     host_request_seconds: float = 0.0
     """What each request of a step adds to `host_seconds`."""
 

@@ -36,6 +36,9 @@ class Manager:
         self._copy_events = [SimpleNamespace(query=lambda: False), SimpleNamespace(query=lambda: True)]
         self._stale_idx = 0
 
+    def record_confidences(self, confidences, input_batch):
+        """Nothing that the host's time follows from."""
+
     def get_num_tokens(self, num_tokens_per_req, draft_tokens):
         drafting, verifying = self.cost_tables
         requests = len(num_tokens_per_req)
@@ -65,15 +68,39 @@ def decide(manager, requests=2, k=10):
 def run(manager, timing, clock, milliseconds, *, waits, steps=STEPS):
     manager._stale_idx = 0 if waits else 1  # the event of the last step is the other one
     for _ in range(steps):
+        manager.record_confidences(None, None)
         clock.seconds += milliseconds / 1e3
         timing.forward_start()
+
+
+def test_made_up_steps_say_nothing(clock):
+    """Those that vLLM measures at its start, and with which data-parallel ranks wait for others."""
+    manager, host, timing = build()
+    for _ in range(3 * STEPS):
+        clock.seconds += 0.5
+        timing.forward_start()
+    decide(manager)
+    assert host.milliseconds == 0.0
+    run(manager, timing, clock, 20.0, waits=True, steps=2)
+    decide(manager)
+    assert host.milliseconds == pytest.approx(20.0)
+
+
+def test_the_host_may_have_waited_if_the_device_was_busy_at_the_launch_before(clock):
+    manager, host, timing = build()
+    run(manager, timing, clock, 20.0, waits=True)
+    for _ in range(STEPS):
+        run(manager, timing, clock, 30.0, waits=False, steps=1)
+        run(manager, timing, clock, 30.0, waits=True, steps=1)
+    decide(manager)
+    assert host.milliseconds == pytest.approx(20.0)
 
 
 def test_drafts_fill_the_host_s_time(clock):
     manager, host, timing = build()
     assert decide(manager) == 2, "each costs a millisecond, for half a token"
-    run(manager, timing, clock, 20.0, waits=True)
-    assert timing.launched == STEPS
+    run(manager, timing, clock, 20.0, waits=True, steps=STEPS + 1)
+    assert timing.launched == STEPS + 1
     num_tokens = decide(manager)
     assert host.milliseconds == pytest.approx(20.0)
     assert num_tokens + 2.0 == SHARE * 20.0, "as many as the device verifies while the host takes its time"
@@ -100,7 +127,7 @@ def test_a_device_that_does_not_wait_says_how_long_the_host_takes_at_most(clock)
     run(manager, timing, clock, 10.0, waits=False, steps=1)
     decide(manager)
     assert host.milliseconds == pytest.approx(10.0)
-    run(manager, timing, clock, 20.0, waits=True)
+    run(manager, timing, clock, 20.0, waits=True, steps=STEPS + 1)
     decide(manager)
     assert host.milliseconds == pytest.approx(20.0), "what was before that is forgotten"
 
