@@ -15,12 +15,28 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 STEPS = 16
 """The host's time is the median of this many steps, so that prompts and ending requests do not count."""
 SHARE = 0.9
 """Steps are filled up to this share of the host's time. The device then still finishes first, which is how the host's
 time is measured."""
+
+
+def known_costs(
+    on_device: NDArray[np.float64], host: float, num_tokens: NDArray[np.int64], largest_graph: int
+) -> NDArray[np.float64]:
+    """What steps are counted as, in the unit of the device's times and of the host's.
+
+    Args:
+        on_device: What they take the device.
+        host: What a step takes the host.
+        num_tokens: Theirs.
+        largest_graph: Most tokens of a CUDA graph. The host launches the kernels of larger steps one after another.
+    """
+    filled = SHARE * host
+    return np.where(num_tokens > largest_graph, on_device + filled, np.maximum(on_device, filled))
 
 
 class HostTime:
@@ -43,8 +59,8 @@ class HostTime:
         self._manager = manager
         self._share = share
         self._launched = 0.0
-        self._waited = False  # the device, at the last launch
-        self._is_step = False  # whether a step has been launched since then, and no made-up one
+        self._waited = False  # whether the device was idle at the last launch
+        self._is_step = False  # whether that launch was a step's, and not of made-up requests
         self._last: deque[float] = deque(maxlen=STEPS)
         self._num_decisions = 0
         # vLLM captures graphs twice, the first time to see how much memory they take: the later object counts.
@@ -73,22 +89,16 @@ class HostTime:
         self._record(*args)
 
     def _get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
-        if self._num_decisions % STEPS == 0 or self._share is None:  # ranks that decide otherwise would hang
+        if self._num_decisions % STEPS == 0 or self._share is None:  # all ranks ask in the same step
             known = float(np.median(self._last)) if self._last else 0.0
             self.milliseconds = self._share(known) if self._share else known
         self._num_decisions += 1
         drafting, verifying = tables = self._manager.cost_tables
         most = sum(num_tokens_per_req.values()) + 1
         on_device = verifying[:most] + drafting[len(num_tokens_per_req)]
-        self._manager.cost_tables = np.zeros(len(num_tokens_per_req) + 1), self._costs(on_device)
+        costs = known_costs(on_device, self.milliseconds, np.arange(most), self._manager._cudagraph_limit)
+        self._manager.cost_tables = np.zeros(len(num_tokens_per_req) + 1), costs
         try:
             return int(self._choose(num_tokens_per_req, draft_tokens))
         finally:
             self._manager.cost_tables = tables
-
-    def _costs(self, on_device: np.ndarray) -> np.ndarray:
-        """Milliseconds of a step by its tokens, from those of the device."""
-        costs: np.ndarray = np.maximum(on_device, SHARE * self.milliseconds)
-        largest = self._manager._cudagraph_limit + 1
-        costs[largest:] = on_device[largest:] + SHARE * self.milliseconds  # the host launches kernel after kernel
-        return costs

@@ -135,8 +135,8 @@ def add_graphs(vllm_config: Any, set_sizes: Callable[[], None]) -> str | None:
     width = 1 + max(k for _, _, k in ranges)
     most, room = most_tokens(scheduler.max_num_seqs, ranges), scheduler.max_num_batched_tokens
     largest, most_of_one = most, width
-    may_cut = compat.may_verify_adaptively(vllm_config, vllm.__version_tuple__) and not is_a100()
-    if hasattr(speculative, OUR_SCHEDULE) and may_cut:
+    is_ours = hasattr(speculative, OUR_SCHEDULE)
+    if is_ours and compat.may_verify_adaptively(vllm_config, vllm.__version_tuple__) and not is_a100():
         most_of_one = 1 + speculative.num_speculative_tokens
         whole = min(scheduler.max_num_seqs, MOST_CUT_REQUESTS) * most_of_one
         largest, most = max(most, min(whole, LARGEST_CUT)), max(most, whole)

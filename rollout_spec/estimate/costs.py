@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.integrations.vllm.host_time import SHARE
+from rollout_spec.integrations.vllm.host_time import known_costs
 from rollout_spec.integrations.vllm.step_sizes import LARGEST_CUT, MEASURED_CONTEXT
 
 Floats = NDArray[np.float64]
@@ -67,13 +67,15 @@ FEATURES = 12e-6
 
 # The host: per step, and per request of a step.
 HOST_STEP, HOST_REQUEST = 2.2e-3, 35e-6
-"""Scheduling, preparing, launching and reading a step in vLLM 0.31, beside an H100: the line through the medians in
-`by_size` of experiments/results/bench_phase.jsonl, of a 1.5B model, for whose steps the device waits."""
-OVERLAP = 3
-"""Where device and host take about the same time, they wait for each other: the two times to this power are added. With
-it phases of bench_phase.jsonl were estimated best."""
+"""Scheduling, preparing, launching and reading a step in vLLM 0.31, beside an H100, for whose steps of a 1.5B model the
+device waits. Lines through the medians in `by_size` of experiments/results/bench_phase.jsonl have 2.4 to 2.9 ms, which
+includes what few requests take the device, and 32 to 48 us."""
 HOST_STEP_WITH_DRAFTS, HOST_REQUEST_WITH_DRAFTS = 4.8e-3, 48e-6
-"""With the device drafter and adaptive verification: some 1.3 ms more is vLLM's, 1.3 ms ours."""
+"""With the device drafter and adaptive verification: lines have 4.7 to 5.7 ms and 44 to 57 us. Of the difference about
+half is vLLM's."""
+OVERLAP = 3
+"""Where device and host take about the same time, they wait for each other: the two times to this power are added.
+Chosen beside the phases of bench_phase.jsonl, for which the longer of the two was too short."""
 
 
 class EngineCost(NamedTuple):
@@ -232,8 +234,8 @@ def measured_by_vllm(shape: Shape, gpu: str) -> Callable[[int, NDArray[np.int64]
 
     def seconds(num_requests: int, num_tokens: NDArray[np.int64]) -> Floats:
         device = cost.steps(num_tokens) + per_token * num_tokens + cost.draft_call_seconds
-        host = SHARE * (cost.host_seconds + cost.host_request_seconds * num_requests)
-        return np.where(num_tokens > LARGEST_CUT, device + host, np.maximum(device, host))
+        host = cost.host_seconds + cost.host_request_seconds * num_requests
+        return known_costs(device, host, num_tokens, LARGEST_CUT)
 
     return seconds
 

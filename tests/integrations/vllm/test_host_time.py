@@ -137,7 +137,7 @@ def test_steps_beyond_the_graphs_take_the_host_s_time_as_well(clock):
     run(manager, timing, clock, 100.0, waits=True)
     decide(manager)
     on_device = np.arange(65.0)
-    costs = host._costs(on_device)
+    costs = host_time.known_costs(on_device, host.milliseconds, np.arange(65), GRAPHS)
     assert costs[: GRAPHS + 1] == pytest.approx(SHARE * 100.0)
     assert costs[GRAPHS + 1 :] == pytest.approx(on_device[GRAPHS + 1 :] + SHARE * 100.0)
 
