@@ -32,7 +32,8 @@ def simulated(shape: str, gpu: str, mode: str, batch: int, k: int, *, is_adaptiv
     most = k_by_requests(gpu, k, SHAPES[shape].used_experts)
     policy: Policy = MeasuredSchedule([most(n) if mode == "device" else 0 for n in range(batch + 1)])
     if mode == "device" and is_adaptive:
-        policy = Adaptive(measured_by_vllm(SHAPES[shape], gpu))
+        policy = Adaptive(measured_by_vllm(SHAPES[shape], gpu), k, batch)
+        policy.schedule.choose = lambda num_requests: k  # type: ignore[method-assign]  # those engines did not pause
     found = []
     for number in range(len(PHASES)):
         phase = Phase(recorded, batch, number)

@@ -127,7 +127,7 @@ def policy_of(name: str, model: str, gpu: str) -> Policy:
     if name == "host":
         return Budget()
     if name == "adaptive":
-        return Adaptive(measured_by_vllm(SHAPES[model], gpu))
+        return Adaptive(measured_by_vllm(SHAPES[model], gpu), K, BATCHES[-1])
     if name == "none":
         return lambda num_requests: 0
     most = k_by_requests(gpu, K, SHAPES[model].used_experts)

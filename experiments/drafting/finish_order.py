@@ -42,7 +42,8 @@ def main() -> None:
             for earlier in (old for part, _ in parts for old in part[:SAMPLES] if old.problem_id in problems):
                 add_rollout(drafter, earlier)
             drafter.begin_policy_version(1)
-            policy, cost = Adaptive(measured_by_vllm(SHAPES[MODEL], GPU)), step_cost(SHAPES[MODEL], GPU, drafts=True)
+            policy = Adaptive(measured_by_vllm(SHAPES[MODEL], GPU), K, batch)
+            cost = step_cost(SHAPES[MODEL], GPU, drafts=True)
             steps = simulate(rollouts, drafter, policy, cost, num_speculative_tokens=K, batch=batch)
             ended = [rollout for step in steps for rollout, _ in step.ended]
             shortest = sorted(ended, key=lambda rollout: rollout.token_ids.size)

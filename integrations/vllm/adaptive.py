@@ -3,9 +3,9 @@
 V2's model runner times its CUDA graphs at start. In each step it then keeps those draft tokens, of all requests, that
 are worth the time of their verification by the drafter's confidence; where the device would wait for the host, it
 counts as free (`host_time.py`). Whether an engine's attention kernels allow that, the workers know once vLLM has made
-them; elsewhere all requests of a step have one K (`measured_schedule.py`). The scheduler is made after that, maybe in
-another process, and reads a schedule of K by the number of requests. So one of ours is in vLLM's configuration from the
-beginning, and the engine's core replaces it if its workers cut drafts.
+them. The scheduler is made after that, maybe in another process, and reads a schedule of K by the number of requests.
+So one of ours is in vLLM's configuration from the beginning, and the engine's core replaces it if its workers cut
+drafts. `measured_schedule.py` then decides whether steps have drafts at all, and how many where they are not cut.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ def settle_schedule(vllm_config: Any, ask_workers: Callable[[], list[dict[str, A
     k, scheduler = speculative.num_speculative_tokens, vllm_config.scheduler_config
     # Before they are cut, the scheduler needs room for all of each.
     room = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-    ranges = ranges_of([k, *(fewer for fewer in (3, 1) if fewer < k)], room, most_requests=MOST_CUT_REQUESTS)
-    has_more = scheduler.max_num_seqs > ranges[0][1]
-    speculative.num_speculative_tokens_per_batch_size = ranges if has_more else None
+    speculative.num_speculative_tokens_per_batch_size = ranges_of(
+        [k, *(fewer for fewer in (3, 1) if fewer < k)], room, most_requests=MOST_CUT_REQUESTS
+    )
     speculative.enable_adaptive_verification = True
     say(f"rollout_spec: of up to {k} draft tokens of each request as many are verified as pay by vLLM's measured costs")
 
 
-def prepare_to_measure(runner: Any, index_dtype: torch.dtype) -> None:
+def prepare_to_measure(runner: Any, index_dtype: torch.dtype, is_drafting: Callable[[], bool]) -> None:
     """Called before vLLM measures what steps cost on the device, beside which the host's time is to count.
 
     Compiles what cuts drafts, which vLLM does while it serves.
@@ -91,6 +91,7 @@ def prepare_to_measure(runner: Any, index_dtype: torch.dtype) -> None:
 
     Args:
         index_dtype: Of the numbers by which vLLM names requests: from 0.32 on they are int64.
+        is_drafting: Whether a step lets drafts be made for the next one.
     """
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
@@ -103,7 +104,7 @@ def prepare_to_measure(runner: Any, index_dtype: torch.dtype) -> None:
             adaptive_verification._assign_draft_token_budget_compiled(
                 manager._confidence_probs, requests, capacities, num_kept, manager.num_speculative_steps
             )
-    HostTime(manager, runner.step_timing, sharing_from_first_rank(runner.vllm_config))
+    HostTime(manager, runner.step_timing, sharing_from_first_rank(runner.vllm_config), is_drafting)
     manager.batches_to_profile = functools.partial(_batches_like_drafts, type(manager).batches_to_profile, manager)
 
 

@@ -3,8 +3,8 @@
 vLLM keeps asynchronous scheduling for one of its own drafters without a model, `ngram_gpu`. An engine with the device
 drafter asks for that one (`hooks.complete_config`), and gets this speculator in its place. Nothing here waits for the
 device. A step is scheduled before the last one's tokens are known, so every request has the same number of draft
-tokens. vLLM's adaptive verification cuts them by their confidences where it can (`adaptive.py`); elsewhere their number
-follows from that of the requests, by vLLM's `num_speculative_tokens_per_batch_size`.
+tokens, which `measured_schedule.py` chooses. vLLM's adaptive verification cuts them by their confidences where it can
+(`adaptive.py`).
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class DeviceSpeculator(Session, BaseSpeculator):
     def capture(self) -> None:
         """Called before vLLM measures what steps cost. Our three kernel launches need no graph."""
         if self.enable_adaptive_verification:
-            prepare_to_measure(self._runner, self._index_dtype)
+            prepare_to_measure(self._runner, self._index_dtype, self._is_wanted)
 
     def load_model(self, *args: Any) -> None:
         """Part of vLLM's interface; there is no model."""
@@ -189,14 +189,17 @@ class DeviceSpeculator(Session, BaseSpeculator):
         slots = input_batch.idx_mapping_np[: input_batch.num_reqs]
         self.drafter.reserve(slots, self._most_tokens(slots) + self.num_speculative_tokens + 1)
         seen = self._runner.rollout_spec.take_features(), input_batch.cu_num_logits[: input_batch.num_reqs]
-        is_wanted = not self._is_asynchronous or self._runner.rollout_spec.num_wanted_drafts > 0
-        if not (self.enabled and is_wanted):
+        if not (self.enabled and self._is_wanted()):
             self.drafter.extend(req_indices, history, total_len, num_sampled, *seen)
             return self._no_drafts(input_batch.num_reqs)
         drafts, rates = self.drafter.propose(req_indices, num_sampled, history, total_len, *noise, *seen)
         if self.keeps_rates or self.enable_adaptive_verification:
             self.draft_token_confidence_probs[: input_batch.num_reqs] = rates
         return drafts
+
+    def _is_wanted(self) -> bool:
+        """Whether the next step verifies drafts, as the scheduler has said."""
+        return not self._is_asynchronous or self._runner.rollout_spec.num_wanted_drafts > 0
 
     def _no_drafts(self, num_requests: int) -> torch.Tensor:
         """Draft tokens 0 with confidence 0, int64 [B, K]. A new tensor each time: vLLM may write into it."""

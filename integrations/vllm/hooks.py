@@ -180,13 +180,16 @@ def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: A
 
 
 def init_scheduler(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Where our schedule is read, let K follow from what steps take, too. Synchronous scheduling verifies any K."""
+    """Where our schedule is read, let K follow from what steps take, too.
+
+    Synchronous scheduling verifies any K. Under `external_launcher`, as TRL's colocated engines have it, each
+    tensor-parallel rank has a scheduler and a clock of its own, so K must not depend on times.
+    """
     original(self, *args, **kwargs)
-    speculative, is_asynchronous = (
-        self.vllm_config.speculative_config,
-        self.vllm_config.scheduler_config.async_scheduling,
-    )
-    if is_asynchronous and hasattr(speculative, OUR_SCHEDULE) and not compat.verifies_adaptively(speculative):
+    parallel = self.vllm_config.parallel_config
+    has_peers = parallel.tensor_parallel_size > 1 and parallel.distributed_executor_backend == "external_launcher"
+    is_asynchronous = self.vllm_config.scheduler_config.async_scheduling
+    if is_asynchronous and not has_peers and hasattr(self.vllm_config.speculative_config, OUR_SCHEDULE):
         from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 
         self.dynamic_sd_lookup = MeasuredSchedule(self.dynamic_sd_lookup)

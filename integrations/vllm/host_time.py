@@ -45,19 +45,25 @@ class HostTime:
     The host's time is that from one forward pass's launch to the next one's. It is known where the device was idle at
     both: otherwise the host may have waited for it, and takes at most that long.
 
+    Steps in which nothing is drafted do not count, and leave the confidences that vLLM knows of requests as they are.
+
     Args:
         manager: vLLM's `AdaptiveVerificationManager`, which measures what steps cost on the device.
         timing: The runner's `StepTimingCollector`, which is told when a forward pass is launched.
         share: Gives all tensor-parallel ranks the first one's object; None for a single rank.
+        is_drafting: Whether there are drafts for the next step.
 
     Attributes:
         milliseconds: The host's time, 0 while it is not known.
     """
 
-    def __init__(self, manager: Any, timing: Any, share: Callable[[Any], Any] | None) -> None:
+    def __init__(
+        self, manager: Any, timing: Any, share: Callable[[Any], Any] | None, is_drafting: Callable[[], bool]
+    ) -> None:
         self.milliseconds = 0.0
         self._manager = manager
         self._share = share
+        self._is_drafting = is_drafting
         self._launched = 0.0
         self._waited = False  # whether the device was idle at the last launch
         self._is_step = False  # whether that launch was a step's, and not of made-up requests
@@ -81,12 +87,14 @@ class HostTime:
             self._last.append(took)
         elif self._is_step:
             self._last = deque((min(before, took) for before in self._last), STEPS)
-        self._launched, self._waited, self._is_step = now, waits, False
+        # After a step without drafts the event that tells is of an earlier one.
+        self._launched, self._waited, self._is_step = now, waits and self._is_step, False
         self._forward_start()
 
     def _record_confidences(self, *args: Any) -> None:
-        self._is_step = True
-        self._record(*args)
+        self._is_step = self._is_drafting()
+        if self._is_step:
+            self._record(*args)
 
     def _get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
         if self._num_decisions % STEPS == 0 or self._share is None:  # all ranks ask in the same step

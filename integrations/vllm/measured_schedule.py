@@ -1,14 +1,18 @@
 """K by the number of requests, from what steps take and from what drafts were right: in place of vLLM's own schedule.
 
-The device drafter's drafts are cut by vLLM's adaptive verification where that works. Elsewhere all requests of a step
-have equally many draft tokens, and vLLM's scheduler looks up how many. What it looks up is chosen here: the K with most
-tokens per second, of those that `step_sizes.affordable_ranges` allows, which is what CUDA graphs are captured for. A
-step's time is kept by K and about as many requests, as it depends on both: each request's KV cache is read once,
-however many tokens it has. All of it is in the scheduler's process, so ranks cannot disagree.
+All requests of a step are drafted equally many tokens by the device drafter, and vLLM's scheduler looks up how many.
+What it looks up is chosen here: the K with most tokens per second, of those that are allowed. Where vLLM's adaptive
+verification cuts drafts on the device, this says whether there are any: a step with drafts takes the host longer even
+if all of them are cut. Elsewhere K is one of `step_sizes.affordable_ranges`, for which CUDA graphs are captured.
+
+What a K gives is kept for each number of requests: each request's KV cache is read once, however many tokens it has,
+and of many requests drafts are cut more. One scheduler decides for all ranks of an engine; where each rank has its own
+(`external_launcher`), `hooks.init_scheduler` leaves vLLM's schedule.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 import time
 from collections import Counter, defaultdict, deque
@@ -21,13 +25,18 @@ from numpy.typing import NDArray
 PRIOR_TOKENS = 64.0
 """So many drafted tokens at each position are taken to have been right at first. Old outcomes never count less than so
 many new ones."""
-JUDGED_STEPS = 512
+JUDGED_STEPS = 128
 """What was right counts for about so many steps, also while nothing is drafted."""
 SIZES_PER_DOUBLING = 4
 """Numbers of requests whose steps are taken to be alike."""
-ENOUGH, RECENT_STEPS, MOST_TRIALS = 2, 5, 8
-"""A K costs the median of its last RECENT_STEPS steps, once ENOUGH are known. For that it is tried MOST_TRIALS times in
-a row at most: the time of a step with prompts says nothing."""
+ENOUGH, RECENT_STEPS, OUTLIER = 2, 32, 2.0
+"""A K costs the mean of its last RECENT_STEPS steps, once ENOUGH are known, without those that took more than OUTLIER
+times their median. The median alone is no measure: of few requests, a step in which all drafts are cut takes half as
+long as one in which some are verified."""
+TRIAL, TRIED_DRAFTS, MOST_TRIALS = 5, 64, 2
+"""A K is tried for TRIAL steps in a row, of which two count (`observe_output`). Where nothing else is drafted, few
+requests are given TRIED_DRAFTS drafts, which tell how many tokens are right. While no time is known, as that of a step
+with prompts says nothing, a K is tried MOST_TRIALS times."""
 PATIENCE, LONGEST_PATIENCE = 128, 1024
 """A K that gives as many tokens per second as the best, or of which too little is known, is tried again after PATIENCE
 steps of about as many requests; one that gives half as many after 16 times as many."""
@@ -47,16 +56,18 @@ class MeasuredSchedule:
         self.is_enabled = True
         self._most = list(most)
         self._ks = sorted(set(self._most) | {0}, reverse=True)
-        self._reached, self._right = np.full((2, self._ks[0]), PRIOR_TOKENS)
         self._sizes: dict[int, _Size] = {}
-        # When steps were scheduled that have not been heard of; some are not, after a fault.
-        self._scheduled: deque[float] = deque(maxlen=8)
-        self._last_update = 0.0
+        self._last = _Size(np.full((2, self._ks[0]), PRIOR_TOKENS))  # the one that was asked for last
+        # (when, K of the step after it) of steps that were scheduled and have not been heard of; some never are, after
+        # a fault.
+        self._scheduled: deque[tuple[float, int]] = deque(maxlen=8)
+        self._last_update, self._last_k = 0.0, 0
 
     def __getitem__(self, num_requests: int) -> int:
         """How many tokens to draft for each request of the next step. Notes when it was asked."""
-        self._scheduled.append(time.perf_counter())
-        return self.choose(num_requests)
+        now, k = time.perf_counter(), self.choose(num_requests)
+        self._scheduled.append((now, k))
+        return k
 
     def choose(self, num_requests: int) -> int:
         """The K with most tokens per second, or one about which too little is known. O(K)."""
@@ -65,21 +76,21 @@ class MeasuredSchedule:
             return 0
         size = self._size(num_requests)
         size.num_steps += 1
-        tokens = np.append(1.0, 1.0 + np.cumsum(np.cumprod(self._right / self._reached)))
-        rates: dict[int, float] = {}
-        for k in self._ks:
-            if k <= most:
-                steps = sorted(size.seconds[k])
-                if len(steps) >= ENOUGH:
-                    rates[k] = tokens[k] / steps[len(steps) // 2]
-                elif size.trials[k] < MOST_TRIALS:
-                    return size.choose(k)
-        best = max(rates, key=lambda k: rates[k], default=most)
-        for k in self._ks:
-            patience = PATIENCE * (rates[best] / rates[k]) ** 4 if k in rates else PATIENCE
-            if k <= most and size.num_steps - size.last[k] > min(patience, LONGEST_PATIENCE):
-                return size.choose(k)
-        return size.choose(best)
+        if size.num_left and size.tried <= most:
+            return size.go_on()
+        allowed = [k for k in self._ks if k <= most]
+        tokens = size.tokens()
+        rates = {k: tokens[k] / size.usual_seconds(k) for k in allowed if len(size.seconds[k]) >= ENOUGH}
+        for k in allowed:
+            if k not in rates and size.num_trials[k] < MOST_TRIALS:
+                return size.begin_trial(k, TRIAL)
+        best = max(rates, key=lambda k: rates[k]) if most in rates else most
+        size.last[best] = size.num_steps
+        for k in allowed:
+            patience = PATIENCE * (rates[best] / rates[k]) ** 4 if best in rates and k in rates else PATIENCE
+            if size.num_steps - size.last[k] > min(patience, LONGEST_PATIENCE):
+                return size.begin_trial(k, TRIAL if best else max(TRIAL, TRIED_DRAFTS // num_requests))
+        return best
 
     def observe(self, drafted: NDArray[np.int64], accepted: NDArray[np.int64], seconds: float | None) -> None:
         """Learn from a step.
@@ -88,47 +99,85 @@ class MeasuredSchedule:
             drafted, accepted: int64 [B], draft tokens of each request.
             seconds: What the step took; None: it has read prompts.
         """
-        shrink = np.maximum(1 - 1 / JUDGED_STEPS, PRIOR_TOKENS / self._reached)
-        self._reached *= shrink
-        self._right *= shrink
-        k = min(int(drafted.max(initial=0)), self._reached.size)
-        for position in range(k):
-            self._reached[position] += np.count_nonzero((drafted > position) & (accepted >= position))
-            self._right[position] += np.count_nonzero(accepted > position)
-        # A request may have fewer, as the last one where the step had no room for more.
-        if seconds is not None and drafted.size and drafted.sum() >= 0.9 * k * drafted.size:
-            self._size(drafted.size).seconds[k].append(max(seconds, 1e-6))
+        if drafted.size:
+            self._size(drafted.size).observe(drafted, accepted, seconds)
 
     def observe_output(self, scheduler_output: Any, model_runner_output: Any) -> None:
-        """Learn from what vLLM's scheduler is told of a step, by vLLM's names for it."""
+        """Learn from what vLLM's scheduler is told of a step, by vLLM's names for it.
+
+        A step counts if the one before it and the two after it have the same K: until its output is there, the host
+        prepares the next one and lets drafts be made for the one after that. And of the first drafts after a pause,
+        vLLM keeps as many as would have paid before it.
+        """
         scheduled, output = scheduler_output, model_runner_output
         if not scheduled.num_scheduled_tokens or not self._scheduled:
             return
-        now, began = time.perf_counter(), self._scheduled.popleft()
+        now, (began, next_k) = time.perf_counter(), self._scheduled.popleft()
         seconds, self._last_update = now - max(began, self._last_update), now
         drafts, sampled = scheduled.scheduled_spec_decode_tokens, output.sampled_token_ids
-        if not drafts and not self._most[len(scheduled.num_scheduled_tokens)]:
+        k = max(map(len, drafts.values()), default=0)
+        is_steady = {self._last_k, next_k, *(later for _, later in self._scheduled)} == {k}
+        self._last_k = k
+        if not is_steady or not self._most[len(scheduled.num_scheduled_tokens)]:
             return
         rows = [(len(drafts.get(name, ())), len(sampled[i])) for name, i in output.req_id_to_index.items() if sampled]
         counts = np.array([row for row in rows if row[1]], np.int64).reshape(-1, 2)
-        has_prompts = scheduled.total_num_scheduled_tokens != len(rows) + sum(k for k, _ in rows)
+        has_prompts = scheduled.total_num_scheduled_tokens != len(rows) + sum(drafted for drafted, _ in rows)
         self.observe(counts[:, 0], counts[:, 1] - 1, None if has_prompts else seconds)
 
     def _size(self, num_requests: int) -> _Size:
-        """What is known of steps of about so many requests."""
-        return self._sizes.setdefault(int(SIZES_PER_DOUBLING * math.log2(num_requests)), _Size())
+        """What is known of steps of about so many requests; at first, what is right in those that were asked for."""
+        name = int(SIZES_PER_DOUBLING * math.log2(num_requests))
+        if name not in self._sizes:
+            self._sizes[name] = _Size(self._last.outcomes * (PRIOR_TOKENS / self._last.outcomes[0]))
+        self._last = self._sizes[name]
+        return self._last
 
 
 class _Size:
-    """Steps of about as many requests, by K."""
+    """Steps of about as many requests, by K.
 
-    def __init__(self) -> None:
+    Args:
+        outcomes: float64 [2, K], drafted tokens that were reached, and those that were right, by position.
+    """
+
+    def __init__(self, outcomes: NDArray[np.float64]) -> None:
+        self.outcomes = outcomes
         self.num_steps = 0
-        self.trials, self.last = Counter[int](), Counter[int]()  # how often it was chosen, and in which step
+        self.tried, self.num_left = 0, 0  # which K is being tried, and for how many further steps
+        self.num_trials, self.last = Counter[int](), Counter[int]()  # of a K; `last`: the step in which it was chosen
         self.seconds: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT_STEPS))
 
-    def choose(self, k: int) -> int:
-        """Note that it is chosen."""
-        self.trials[k] += 1
-        self.last[k] = self.num_steps
-        return k
+    def tokens(self) -> NDArray[np.float64]:
+        """What each request gets in a step by K, float64 [K + 1]."""
+        reached, right = self.outcomes
+        return np.append(1.0, 1.0 + np.cumsum(np.cumprod(right / reached)))
+
+    def usual_seconds(self, k: int) -> float:
+        """What a step with K draft tokens takes, of which some are known. O(RECENT_STEPS log RECENT_STEPS)."""
+        steps = sorted(self.seconds[k])
+        usual = steps[: bisect.bisect(steps, OUTLIER * steps[(len(steps) - 1) // 2])]
+        return sum(usual) / len(usual)
+
+    def observe(self, drafted: NDArray[np.int64], accepted: NDArray[np.int64], seconds: float | None) -> None:
+        """As of `MeasuredSchedule`."""
+        self.outcomes *= np.maximum(1 - 1 / JUDGED_STEPS, PRIOR_TOKENS / self.outcomes[0])
+        k = min(int(drafted.max()), self.outcomes.shape[1])
+        for position in range(k):
+            self.outcomes[0, position] += np.count_nonzero((drafted > position) & (accepted >= position))
+            self.outcomes[1, position] += np.count_nonzero(accepted > position)
+        # A request may have fewer, as the last one where the step had no room for more.
+        if seconds is not None and drafted.sum() >= 0.9 * k * drafted.size:
+            self.seconds[k].append(max(seconds, 1e-6))
+
+    def begin_trial(self, k: int, num_steps: int) -> int:
+        """The next steps will have K draft tokens."""
+        self.num_trials[k] += 1
+        self.tried, self.num_left = k, num_steps
+        return self.go_on()
+
+    def go_on(self) -> int:
+        """The K that is being tried."""
+        self.num_left -= 1
+        self.last[self.tried] = self.num_steps
+        return self.tried

@@ -26,7 +26,7 @@ class RunnerAdapter:
         clock: Times the runner's steps.
         weights: Notices when the worker gets new ones.
         num_wanted_drafts: How many draft tokens of each request the next step will verify, where the drafter does not
-            say it: vLLM decides it by the number of requests when this step is scheduled.
+            say it: the scheduler decides it when this step is scheduled.
         adapters: Paths of the LoRA adapters that were loaded, by a command or for a request, by vLLM's number.
         scheduled: vLLM's `SchedulerOutput` of this step.
         warming_up: Whether vLLM is running made-up requests to compile its kernels, which are ignored.

@@ -134,7 +134,7 @@ def engine_of(args: Namespace, context: float, batch: int) -> Engine:
 
 def _policy(gpu: str | None, k: int, batch: int, used_experts: float, seconds: Any) -> Policy:
     if gpu in ADAPTIVE_GPUS:
-        return Adaptive(seconds)
+        return Adaptive(seconds, k, batch)
     return MeasuredSchedule([k_by_requests(gpu, k, used_experts)(n) for n in range(batch + 1)])
 
 

@@ -73,6 +73,9 @@ includes what few requests take the device, and 32 to 48 us."""
 HOST_STEP_WITH_DRAFTS, HOST_REQUEST_WITH_DRAFTS = 4.8e-3, 48e-6
 """With the device drafter and adaptive verification: lines have 4.7 to 5.7 ms and 44 to 57 us. Of the difference about
 half is vLLM's."""
+HOST_LEARNING = 0.8e-3
+"""Our sampler, requests that begin and end, and learning what a step has sampled, while nothing is drafted: estimated
+from what those took in steps with drafts (experiments/results/README.md)."""
 OVERLAP = 3
 """Where device and host take about the same time, they wait for each other: the two times to this power are added.
 Chosen beside the phases of bench_phase.jsonl, for which the longer of the two was too short."""
@@ -98,6 +101,10 @@ class EngineCost(NamedTuple):
     """With asynchronous scheduling the host works while the device computes. See OVERLAP."""
     host_request_seconds: float = 0.0
     """What each request of a step adds to `host_seconds`."""
+    drafting_host_seconds: float = 0.0
+    """What drafts add to `host_seconds`, also if none of them is verified."""
+    drafting_host_request_seconds: float = 0.0
+    """What they add to `host_request_seconds`."""
 
     def step(self, num_tokens: float) -> float:
         """Seconds of a step without drafts."""
@@ -114,11 +121,16 @@ class EngineCost(NamedTuple):
         """Seconds of asking the drafter in a step."""
         return self.draft_call_seconds + self.draft_seconds * num_requests
 
-    def whole_step(self, num_requests: int, num_draft_tokens: int) -> float:
-        """Seconds of a step, without those of the drafter."""
+    def host(self, num_requests: int, *, is_drafting: bool = True) -> float:
+        """Seconds of the host."""
+        host = self.host_seconds + self.host_request_seconds * num_requests
+        return host + (self.drafting_host_seconds + self.drafting_host_request_seconds * num_requests) * is_drafting
+
+    def whole_step(self, num_requests: int, num_draft_tokens: int, *, is_drafting: bool = True) -> float:
+        """Seconds of a step, without those of the drafter on the device."""
         seconds = self.step(num_requests + num_draft_tokens) + self.request_seconds * num_requests
         seconds += self.verify_seconds * (num_draft_tokens > 0)
-        host = self.host_seconds + self.host_request_seconds * num_requests
+        host = self.host(num_requests, is_drafting=is_drafting)
         return float((seconds**OVERLAP + host**OVERLAP) ** (1 / OVERLAP))
 
 
@@ -218,8 +230,10 @@ def step_cost(shape: Shape, gpu: str, *, drafts: bool, context: float = CONTEXT)
         draft_call_seconds=DRAFT_CALL * drafts,
         request_seconds=context * shape.cache_bytes / bandwidth,
         verify_seconds=context * VERIFYING.get(gpu, 0.0),
-        host_seconds=HOST_STEP_WITH_DRAFTS if drafts else HOST_STEP,
-        host_request_seconds=HOST_REQUEST_WITH_DRAFTS if drafts else HOST_REQUEST,
+        host_seconds=HOST_STEP + HOST_LEARNING * drafts,
+        host_request_seconds=HOST_REQUEST,
+        drafting_host_seconds=(HOST_STEP_WITH_DRAFTS - HOST_STEP - HOST_LEARNING) * drafts,
+        drafting_host_request_seconds=(HOST_REQUEST_WITH_DRAFTS - HOST_REQUEST) * drafts,
     )
 
 
@@ -234,8 +248,7 @@ def measured_by_vllm(shape: Shape, gpu: str) -> Callable[[int, NDArray[np.int64]
 
     def seconds(num_requests: int, num_tokens: NDArray[np.int64]) -> Floats:
         device = cost.steps(num_tokens) + per_token * num_tokens + cost.draft_call_seconds
-        host = cost.host_seconds + cost.host_request_seconds * num_requests
-        return known_costs(device, host, num_tokens, LARGEST_CUT)
+        return known_costs(device, cost.host(num_requests), num_tokens, LARGEST_CUT)
 
     return seconds
 
@@ -266,8 +279,8 @@ class MeasuredCost:
         self._curves = [np.array(sorted(milliseconds[int(k)].items())).T for k in self._ks]
         self._drafts = drafts
 
-    def whole_step(self, num_requests: float, num_draft_tokens: float) -> float:
-        """As of `EngineCost`."""
+    def whole_step(self, num_requests: float, num_draft_tokens: float, *, is_drafting: bool = True) -> float:
+        """As of `EngineCost`, with the host's time in what was measured."""
         times = [np.interp(num_requests, *curve) * max(num_requests / curve[0][-1], 1.0) for curve in self._curves]
         return float(np.interp(num_draft_tokens / num_requests, self._ks, times)) / 1e3 + FEATURES * self._drafts
 

@@ -31,13 +31,19 @@ class Adaptive:
     """Cuts whole drafts as vLLM's adaptive verification does: by the drafter's confidences and what steps cost.
 
     How many draft tokens a step keeps follows from the confidences of the drafts before, as the host has no later ones;
-    which ones, from those of these drafts.
+    which ones, from those of these drafts. Whether there are any, its `schedule` says.
 
     Args:
         seconds: Of steps by their number of requests and their numbers of tokens, as far as the engine knows.
+        num_speculative_tokens: Of whole drafts.
+        batch: Most requests of a step.
     """
 
-    def __init__(self, seconds: Callable[[int, NDArray[np.int64]], Floats]) -> None:
+    def __init__(
+        self, seconds: Callable[[int, NDArray[np.int64]], Floats], num_speculative_tokens: int, batch: int
+    ) -> None:
+        most = np.where(np.arange(batch + 1) <= MOST_CUT_REQUESTS, num_speculative_tokens, 0)
+        self.schedule = MeasuredSchedule(most.tolist())
         self._seconds = seconds
         self._before: dict[str, Floats] = {}
 
@@ -60,10 +66,10 @@ class Adaptive:
 
     def cut(self, drafts: Drafts, decoder: Decoder) -> Drafts:
         """These drafts with the lengths that are verified."""
-        survival = self._survival(drafts, decoder)
-        known = self._known_to_host(survival, decoder)
         if not decoder.drafting.num_asked:
             return drafts
+        survival = self._survival(drafts, decoder)
+        known = self._known_to_host(survival, decoder)
         size, k = survival.shape
         scores = -np.sort(-known, axis=None)
         emitted = size + np.append(0.0, np.cumsum(scores))
@@ -136,7 +142,9 @@ def simulate(
     """
     target, budget = RecordedTarget(), policy if isinstance(policy, Budget) else None
     decoder = Decoder(drafter, target, num_speculative_tokens, knows_noise=False, budget=budget)
+    schedule = policy if isinstance(policy, MeasuredSchedule) else None
     if isinstance(policy, Adaptive):
+        schedule = policy.schedule
         policy.begin_phase()
         draft: Any = decoder.drafting.draft
         decoder.drafting.draft = lambda *args, **kwargs: policy.cut(draft(*args, **kwargs), decoder)  # type: ignore[method-assign]
@@ -155,10 +163,8 @@ def simulate(
         if not num_requests:
             return
         k = num_speculative_tokens
-        if isinstance(policy, MeasuredSchedule):
-            k = policy.choose(num_requests)
-        elif isinstance(policy, Adaptive):
-            k = num_speculative_tokens if num_requests <= MOST_CUT_REQUESTS else 0
+        if schedule is not None:
+            k = schedule.choose(num_requests)
         elif callable(policy):
             k = policy(num_requests)
         counts = decoder.step(k)
@@ -166,10 +172,10 @@ def simulate(
         if not isinstance(policy, Budget | Adaptive):
             num_draft_tokens = k * num_requests  # where there is no draft something else is verified
         draft_seconds = cost.drafting(num_requests) * (decoder.drafting.num_asked > 0)
-        seconds = cost.whole_step(num_requests, num_draft_tokens) + draft_seconds
+        seconds = cost.whole_step(num_requests, num_draft_tokens, is_drafting=k > 0) + draft_seconds
         decoder.observe_step(counts, seconds, draft_seconds)
-        if isinstance(policy, MeasuredSchedule):
-            policy.observe(np.full(num_requests, k), counts.accepted, seconds)
+        if schedule is not None:
+            schedule.observe(np.full(num_requests, k), counts.accepted, seconds)
         target.settle(decoder)
         tokens += int(counts.emitted.sum())
         clock += seconds / num_requests

@@ -171,7 +171,7 @@ def test_of_too_many_requests_no_drafts_are_cut_as_in_engines(monkeypatch):
     rollouts = [Rollout(0, PROMPT, text[: 20 + 5 * n]) for n in range(5)]
     drafter, policy = (
         build_drafter("history", max_draft_tokens=4),
-        Adaptive(lambda requests, sizes: np.ones(len(sizes))),
+        Adaptive(lambda requests, sizes: np.ones(len(sizes)), 4, 8),
     )
     steps = list(simulate(rollouts, drafter, policy, UNIT_COST, num_speculative_tokens=4, batch=8))
     assert {step.num_draft_tokens for step in steps if step.num_requests > 3} == {0}
@@ -188,8 +188,9 @@ def test_each_phase_begins_alike(step_seconds, num_drafted):
     texts = np.random.default_rng(0).integers(0, 3, (4, 40), np.int32)
     rollouts, policy = (
         [Rollout(0, PROMPT, text) for text in texts],
-        Adaptive(lambda requests, sizes: sizes + step_seconds),
+        Adaptive(lambda requests, sizes: sizes + step_seconds, 4, 4),
     )
+    policy.schedule.choose = lambda num_requests: 4
 
     def first_drafts():
         drafter = build_drafter("history", max_draft_tokens=4)

@@ -8,6 +8,7 @@ import pytest
 import vllm
 
 from rollout_spec.integrations.vllm import compat
+from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 from tests.integrations.engines import IS_V2
 
 IS_SUPPORTED = IS_V2 and vllm.__version_tuple__[:2] >= (0, 31)
@@ -25,6 +26,18 @@ def as_on_a_gpu():
         for name in ("get_varlen_cudagraph_unsupported_backend", "get_query_lens_mismatch_unsupported_backend"):
             patch.setattr(adaptive_verification, name, lambda *args, **options: None)
         yield
+
+
+def schedule_of(llm):
+    """K by the number of requests, as the scheduler reads it."""
+    return llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup
+
+
+def always_draft(llm):
+    """Though drafts do not pay where kernels are emulated."""
+    schedule = schedule_of(llm)
+    assert isinstance(schedule, MeasuredSchedule)
+    schedule.choose = lambda num_requests: schedule._most[num_requests] * schedule.is_enabled
 
 
 def set_costs(runner, milliseconds):

@@ -19,7 +19,7 @@ class Extension:
     def let_the_device_wait(self):
         runner = self.model_runner
         share = sharing_from_first_rank(runner.vllm_config)
-        self.host_time = HostTime(runner.adaptive_verification, runner.step_timing, share)
+        self.host_time = HostTime(runner.adaptive_verification, runner.step_timing, share, lambda: True)
         self.host_time.device_waits = lambda: True
 
     def host_milliseconds(self):

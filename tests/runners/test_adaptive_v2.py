@@ -33,7 +33,7 @@ from tests.integrations.engines import (
 )
 from tests.integrations.vllm.test_tensor_parallel import two_ranks
 from tests.launches import Kernel, recorded_variants
-from tests.runners.adaptive import IS_SUPPORTED, as_on_a_gpu, rising, set_costs
+from tests.runners.adaptive import IS_SUPPORTED, always_draft, as_on_a_gpu, rising, schedule_of, set_costs
 
 adaptive_verification = pytest.importorskip("vllm.v1.worker.gpu.spec_decode.adaptive_verification")
 
@@ -63,6 +63,7 @@ def build_adaptive(model, cost="rising", k=K, **engine):
     with as_on_a_gpu():
         llm = build(model, **{**options(k), **engine})
     set_costs(runner_of(llm), COSTS[cost])
+    always_draft(llm)
     return llm
 
 
@@ -109,7 +110,6 @@ def test_drafts_are_cut_where_attention_allows_it(tiny_model, off, reference_mod
     llm = build_adaptive(tiny_model)
     config = llm.llm_engine.vllm_config.speculative_config
     assert config.enable_adaptive_verification
-    assert config.num_speculative_tokens_per_batch_size is None, "no schedule by the number of requests beside it"
     decisions, manager = kept_and_scheduled(llm, monkeypatch), runner_of(llm).adaptive_verification
     confidences, record = [], manager.record_confidences
     monkeypatch.setattr(
@@ -128,8 +128,7 @@ def test_drafts_are_cut_where_attention_allows_it(tiny_model, off, reference_mod
     assert llm.collective_rpc("rollout_spec", args=("report",))[0]["is_adaptive"]
     llm.collective_rpc("rollout_spec", args=("set_enabled", False))
     generate(llm, params, prompts)
-    # Of a new request vLLM keeps K draft tokens once, before it has heard how likely they are.
-    assert stats_of(llm)["draft_tokens"] <= stats["draft_tokens"] + len(params) * K
+    assert stats_of(llm)["draft_tokens"] == stats["draft_tokens"]
 
 
 class Event:
@@ -153,7 +152,7 @@ def test_drafts_that_cost_no_time_are_verified(tiny_model, off, reference_model,
     """As if the device waited for the host in every step, which takes much longer than what it is thought to cost."""
     llm = build_adaptive(tiny_model, "small")
     runner = runner_of(llm)
-    host = HostTime(runner.adaptive_verification, runner.step_timing, None)
+    host = HostTime(runner.adaptive_verification, runner.step_timing, None, lambda: True)
     runner.adaptive_verification._cudagraph_limit = 10_000
     monkeypatch.setattr(runner.adaptive_verification, "_copy_events", [Event(), Event()])
     monkeypatch.setattr(Event, "last", None)
@@ -202,6 +201,38 @@ def test_rollouts_do_not_change(tiny_model, off, reference_model, monkeypatch, c
     assert stats_of(llm)["accepted_tokens"] > 30
 
 
+@pytest.mark.parametrize("engine", [{}, FEW_BLOCKS], ids=["whole", "preempted"])
+def test_pauses_change_no_rollout_and_confidences_outlast_them(tiny_model, off, reference_model, monkeypatch, engine):
+    """As where the schedule finds that no drafts pay, and tries some again."""
+    llm = build_adaptive(tiny_model, **engine)
+    rng, chosen, runner = np.random.default_rng(0), [], runner_of(llm)
+    always = schedule_of(llm).choose
+
+    def choose(num_requests):
+        if len(chosen) % 5 == 0:
+            chosen.append(int(rng.choice([0, always(num_requests)])))
+        else:
+            chosen.append(chosen[-1])
+        return chosen[-1]
+
+    monkeypatch.setattr(schedule_of(llm), "choose", choose)
+    host = HostTime(
+        runner.adaptive_verification, runner.step_timing, None, lambda: runner.rollout_spec.num_wanted_drafts > 0
+    )
+    monkeypatch.setattr(HostTime, "device_waits", lambda self: False)
+    decisions = kept_and_scheduled(llm, monkeypatch)
+    prompts, params = requests(14)
+    plain = generate(off, params, prompts)
+    for _ in range(3):
+        assert_same(generate(llm, params, prompts), plain, prompts, params, reference_model)
+    assert {0, K} == set(chosen)
+    kept, scheduled = np.sum(decisions, 0)
+    assert 0 < kept < scheduled
+    assert stats_of(llm)["accepted_tokens"] > 20
+    assert host.milliseconds == 0
+    runner.speculator.drafter.check_integrity()
+
+
 def refuse_lora(config):
     raise ValueError("not with LoRA. Do something else")
 
@@ -223,7 +254,7 @@ def test_k_follows_the_number_of_requests_where_vllm_refuses(tiny_model, refusal
     assert not runner.sampler.enable_adaptive_verification
     assert not config.enable_adaptive_verification
     assert config.num_speculative_tokens_per_batch_size == step_sizes.affordable_ranges(K)
-    assert isinstance(llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup, MeasuredSchedule)
+    assert isinstance(schedule_of(llm), MeasuredSchedule)
     (sentence,) = said
     assert refusal in sentence
     assert "7 from 1 request on, 3 from 25 requests on" in sentence
@@ -241,14 +272,13 @@ def test_a_schedule_of_the_user_s_own_and_no_budget_are_kept(tiny_model):
         for changed in ({"speculative_config": ranges}, engine_kwargs(**OPTIONS, budget=False)):
             llm = build(tiny_model, **{**options(), **changed})
             assert runner_of(llm).adaptive_verification is None
-            schedule = llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup
-            assert not isinstance(schedule, MeasuredSchedule)
+            assert not isinstance(schedule_of(llm), MeasuredSchedule)
 
 
 @pytest.mark.parametrize(
     ("max_num_seqs", "room", "scheduled", "expected"),
     [
-        (512, 8192, None, None),
+        (512, 8192, None, [(1, 512, 4), (513, 513, 0)]),
         (513, 8192, None, [(1, 512, 4), (513, 513, 0)]),
         (256, 640, None, [(1, 128, 4), (129, 160, 3), (161, 320, 1), (321, 321, 0)]),
         (256, 8192, 640, [(1, 128, 4), (129, 160, 3), (161, 320, 1), (321, 321, 0)]),
@@ -361,7 +391,7 @@ def test_two_ranks_cut_alike_and_their_scheduler_hears_of_it(tiny_model, off, re
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(root / "tests" / "gpu_stand_in"), str(root))))
     extension = {"worker_extension_cls": "tests.runners.adaptive_worker.Extension"}
     with as_on_a_gpu(), two_ranks(tiny_model, **options(), **extension) as llm:
-        assert llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup is None
+        always_draft(llm)
         llm.collective_rpc("let_costs_rise")
         prompts, params = requests(8)
         plain = generate(off, params, prompts)

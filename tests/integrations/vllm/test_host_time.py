@@ -35,9 +35,10 @@ class Manager:
         self._cudagraph_limit = GRAPHS
         self._copy_events = [SimpleNamespace(query=lambda: False), SimpleNamespace(query=lambda: True)]
         self._stale_idx = 0
+        self.recorded = []
 
     def record_confidences(self, confidences, input_batch):
-        """Nothing that the host's time follows from."""
+        self.recorded.append(confidences)
 
     def get_num_tokens(self, num_tokens_per_req, draft_tokens):
         drafting, verifying = self.cost_tables
@@ -54,10 +55,10 @@ def clock(monkeypatch):
     return now
 
 
-def build(share=None):
+def build(share=None, is_drafting=lambda: True):
     manager, timing = Manager(), Timing()
-    HostTime(manager, timing, share)  # of another capture of graphs
-    return manager, HostTime(manager, timing, share), timing
+    HostTime(manager, timing, share, is_drafting)  # of another capture of graphs
+    return manager, HostTime(manager, timing, share, is_drafting), timing
 
 
 def decide(manager, requests=2, k=10):
@@ -84,6 +85,23 @@ def test_made_up_steps_say_nothing(clock):
     run(manager, timing, clock, 20.0, waits=True, steps=2)
     decide(manager)
     assert host.milliseconds == pytest.approx(20.0)
+
+
+def test_steps_without_drafts_say_nothing_and_leave_confidences_as_they_are(clock):
+    drafting = [True]
+    manager, host, timing = build(is_drafting=lambda: drafting[0])
+    run(manager, timing, clock, 20.0, waits=True)
+    assert len(manager.recorded) == STEPS
+    drafting[0] = False
+    run(manager, timing, clock, 3.0, waits=True)
+    for _ in range(STEPS):
+        drafting[0] = True
+        run(manager, timing, clock, 90.0, waits=True, steps=1)  # the device's last event is of a step before the pause
+        drafting[0] = False
+        run(manager, timing, clock, 3.0, waits=True, steps=1)
+    decide(manager)
+    assert host.milliseconds == pytest.approx(20.0)
+    assert len(manager.recorded) == 2 * STEPS
 
 
 def test_the_host_may_have_waited_if_the_device_was_busy_at_the_launch_before(clock):

@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from rollout_spec.integrations.vllm import measured_schedule
+from rollout_spec.integrations.vllm import hooks, measured_schedule
+from rollout_spec.integrations.vllm.config import OUR_SCHEDULE
 from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 
 MOST = [7] * 25 + [3] * 24 + [1] * 48 + [0] * 32
@@ -118,35 +119,125 @@ def test_where_nothing_may_be_drafted():
     assert run(lambda tokens, drafts: 0.01, 0.7, 120, 50)[0].tolist() == [0] * 50
 
 
-def test_what_the_schedule_is_told_of_a_step(monkeypatch):
-    """A step takes from when it was scheduled, or the one before had ended, to when its output is there."""
-    now, told = [0.0], []
-    monkeypatch.setattr(measured_schedule, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+class Clock:
+    """In the schedule's place for `time`."""
+
+    seconds = 0.0
+
+    def perf_counter(self):
+        return self.seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(measured_schedule, "time", clock)
+    return clock
+
+
+def tell(schedule, drafts, sampled, prompt_tokens=0):
+    """A step's output, as vLLM's scheduler gets it: draft tokens and tokens of each request, by name."""
+    scheduled = SimpleNamespace(
+        num_scheduled_tokens=dict.fromkeys(drafts, 1),
+        total_num_scheduled_tokens=sum(1 + k for k in drafts.values()) + prompt_tokens,
+        scheduled_spec_decode_tokens={name: [-1] * k for name, k in drafts.items() if k},
+    )
+    rows = {name: i for i, name in enumerate(sampled)}
+    schedule.observe_output(scheduled, SimpleNamespace(sampled_token_ids=list(sampled.values()), req_id_to_index=rows))
+
+
+@pytest.mark.parametrize(("right", "expected"), [(0.2, 0), (0.7, 7)])
+def test_time_that_the_host_takes(clock, right, expected):
+    """It prepares the next step, maybe with another K, while a step's output is awaited: twice as long with drafts."""
+    rng, schedule, chosen, running = np.random.default_rng(0), MeasuredSchedule(MOST), [0], None
+    names = [str(i) for i in range(16)]
+    for _ in range(3000):
+        k = chosen[-1]
+        chosen.append(schedule[16])
+        clock.seconds += 0.003 + 0.002 * (k > 0) + 0.001 * (chosen[-1] > 0)
+        if running is not None:
+            accepted = np.cumprod(rng.random((16, running)) < right, 1).sum(1)
+            sampled = {name: [5] * (1 + count) for name, count in zip(names, accepted, strict=True)}
+            tell(schedule, dict.fromkeys(names, running), sampled)
+        running = k
+    assert np.mean(np.array(chosen[500:]) == expected) > 0.94
+
+
+def test_what_the_schedule_is_told_of_a_step(clock, monkeypatch):
+    """A step takes from when it was scheduled, or the one before had ended, to when its output is there.
+
+    It says nothing where the one before, or those that the host prepares meanwhile, have another K.
+    """
+    told, chosen = [], iter([7, 7, 7, 7, 7, 0, 0])
     schedule = MeasuredSchedule(MOST)
     monkeypatch.setattr(schedule, "observe", lambda *of_step: told.append(of_step))
-
-    def output(at, drafts, sampled, prompt_tokens=0):
-        now[0] = at
-        scheduled = SimpleNamespace(
-            num_scheduled_tokens=dict.fromkeys(drafts, 1),
-            total_num_scheduled_tokens=sum(1 + k for k in drafts.values()) + prompt_tokens,
-            scheduled_spec_decode_tokens={name: [-1] * k for name, k in drafts.items() if k},
-        )
-        rows = {name: i for i, name in enumerate(sampled)}
-        schedule.observe_output(
-            scheduled, SimpleNamespace(sampled_token_ids=list(sampled.values()), req_id_to_index=rows)
-        )
-
-    assert schedule[2] == 7  # scheduled at 0: whole drafts, as nothing is known
-    now[0] = 1.0
+    monkeypatch.setattr(schedule, "choose", lambda num_requests: next(chosen))
+    assert schedule[2] == 7  # scheduled at 0, of requests that have no drafts yet
+    clock.seconds = 1.0
     assert schedule[2] == 7  # scheduled while the first one runs
-    output(3.0, {"a": 2, "b": 0}, {"a": [5, 6], "b": [7]})
-    output(5.0, {"a": 2, "b": 2}, {"a": [5], "b": [7, 8, 9]})
-    now[0] = 9.0  # nobody asked for anything meanwhile
+    clock.seconds = 3.0
+    tell(schedule, {"a": 0, "b": 0}, {"a": [5], "b": [7]})  # the next one has drafts
+    assert schedule[2] == 7
+    tell(schedule, {"a": 7, "b": 7}, {"a": [5], "b": [7]})  # the one before had none
+    assert schedule[2] == 7
+    clock.seconds = 5.0
+    tell(schedule, {"a": 7, "b": 2}, {"a": [5, 6], "b": [7, 8, 9]})
+    clock.seconds = 6.0
+    tell(schedule, {"a": 7, "b": 7}, {"a": [5], "b": [7]}, prompt_tokens=20)
+    clock.seconds = 9.0  # nobody asked for anything meanwhile
     assert schedule[1] == 7
-    output(10.0, {"c": 0}, {"c": []}, prompt_tokens=20)  # a prompt's first part
-    output(10.0, {}, {})
+    clock.seconds = 10.0
+    tell(schedule, {"a": 7}, {"a": [5, 6]})
+    assert schedule[1] == 0
+    assert schedule[1] == 0
+    tell(schedule, {"a": 7}, {"a": [5, 6]})  # the step after the next one will have none
+    tell(schedule, {}, {})
     drafted, accepted, seconds = zip(*told, strict=True)
-    assert [of_step.tolist() for of_step in drafted] == [[2, 0], [2, 2], []]
-    assert [of_step.tolist() for of_step in accepted] == [[1, 0], [0, 2], []]
-    assert seconds == (3.0, 2.0, None)
+    assert [of_step.tolist() for of_step in drafted] == [[7, 2], [7, 7], [7]]
+    assert [of_step.tolist() for of_step in accepted] == [[1, 2], [0, 0], [1]]
+    assert seconds == (2.0, None, 1.0)
+
+
+def test_few_requests_keep_their_drafts_where_those_of_many_are_cut():
+    """vLLM cuts by what a step of so many takes; what is cut counts as wrong."""
+    rng, schedule, chosen = np.random.default_rng(0), MeasuredSchedule([8] * 257), []
+    for step in range(6000):
+        num_requests = 256 if step % 2 else 8
+        k = schedule[num_requests]
+        accepted = np.cumprod(rng.random((num_requests, k)) < (0.1 if step % 2 else 0.7), 1).sum(1)
+        schedule.observe(np.full(num_requests, k), accepted, 0.010 + 0.003 * (k > 0))
+        chosen.append(k)
+    assert np.mean(np.array(chosen[1000::2]) == 8) > 0.95
+    assert np.mean(np.array(chosen[1001::2]) == 0) > 0.9
+
+
+def test_a_slow_step_is_not_held_against_a_k():
+    schedule = MeasuredSchedule(MOST)
+    for step in range(300):
+        k = schedule[16]
+        schedule.observe(np.full(16, k), np.full(16, k), 10.0 if step == 2 else 0.01)
+        assert step < 40 or k == 7
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_measured"),
+    [
+        ({}, True),
+        ({"tensor_parallel_size": 2}, True),
+        ({"distributed_executor_backend": "external_launcher"}, True),
+        ({"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2}, False),
+        ({"async_scheduling": False}, False),
+        ({OUR_SCHEDULE: None}, False),
+    ],
+)
+def test_where_k_may_follow_from_times(changed, is_measured):
+    """Of two schedulers of one model, each with its clock, both must choose alike."""
+    options = {"tensor_parallel_size": 1, "distributed_executor_backend": "mp", "async_scheduling": True, **changed}
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**options),
+        scheduler_config=SimpleNamespace(**options),
+        speculative_config=SimpleNamespace(**({} if OUR_SCHEDULE in changed else {OUR_SCHEDULE: True})),
+    )
+    scheduler = SimpleNamespace(vllm_config=config)
+    hooks.init_scheduler(lambda self: setattr(self, "dynamic_sd_lookup", MOST), scheduler)
+    assert isinstance(scheduler.dynamic_sd_lookup, MeasuredSchedule) == is_measured
