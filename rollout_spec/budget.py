@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -451,20 +450,3 @@ class Budget:
             self._last_pause //= 2
         elif self._is_known or gain <= 0:
             self._steps_to_skip, self._last_pause = self._last_pause, min(2 * self._last_pause + 1, LONGEST_SLEEP)
-
-    def to_dict(self, sizes: Sequence[int] = ()) -> dict[str, Any]:
-        """What was learned, as plain data, without a change to it.
-
-        Args:
-            sizes: Tokens of steps whose cost without drafts is wanted.
-
-        Returns:
-            `undrafted`, `drafted`: the two cost curves as (tokens, seconds). `undrafted_of_sizes`: seconds, None where
-            they are not known.
-        """
-        costs = [self.cost.undrafted(size) for size in sizes]
-        return {
-            "undrafted": [values.tolist() for values in self.cost.curve(drafted=False)],
-            "drafted": [values.tolist() for values in self.cost.curve(drafted=True)],
-            "undrafted_of_sizes": [seconds if is_known else None for seconds, is_known, _ in costs],
-        }

@@ -6,17 +6,14 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
-import math
 import re
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
-
-import numpy as np
+from typing import Any, get_args
 
 import rollout_spec
 from rollout_spec.checks import shown
@@ -37,10 +34,7 @@ PACKAGES = (  # name, what needs it if it may be absent, what to do if it cannot
     ("vllm", f"engines need it: {INSTALL_VLLM}", INSTALL_VLLM),
     ("trl", f"trainers need it: {install('trl')}", install("trl")),
 )
-NOISY = 1.5  # times as long as fast steps of their size: other work changed the steps' time
 ENOUGH_STEPS = 200  # fewer are too few to judge by
-ENOUGH_DRAFTED_STEPS = 100  # of fewer steps with drafts the cost is not known well enough to say what they saved
-LOSS = 0.95  # below this speedup drafts did not pay
 LONG_DRAFTING = 0.15  # share of the time from which on drafting on the host is worth avoiding
 RARELY, OFTEN = 0.1, 0.5  # accepted shares: below the one drafts are too long, above the other too short
 
@@ -179,72 +173,9 @@ def read_report(path: Path) -> dict[str, Any]:
     return report
 
 
-class Group(NamedTuple):
-    """Steps without prompts of about as many requests; all fields are sums over them, so groups can be added."""
-
-    steps: int
-    requests: int
-    tokens: int
-    draft_tokens: int
-    seconds: float
-    draft_seconds: float
-    quiet: float  # seconds if all steps had been as fast as the fastest tenth; NaN if that is not known
-    without: float  # seconds of the same tokens in such steps without drafts; likewise
-
-    @property
-    def speedup(self) -> float:
-        """Of fast steps over fast steps without drafts; NaN if it is not known."""
-        return self.without / self.quiet
-
-    @property
-    def is_noisy(self) -> bool:
-        """Whether other work changed the steps' time, and by more than drafts did. False where that is not known."""
-        return self.draft_tokens > 0 and self.seconds / self.quiet > max(NOISY, self.speedup, 1 / self.speedup)
-
-
-def size_groups(report: dict[str, Any]) -> list[Group]:
-    """A run's steps by powers of two of their number of requests, most first; none in which nothing was emitted."""
-    names = "steps", "requests", "tokens", "draft_tokens", "seconds", "draft_seconds"
-    columns = [report["stats"][f"{name}_by_batch"] for name in names]
-    # The budget's costs are those of fast steps, with and without drafts, so that they can be compared.
-    budget = report["budget"] or {"undrafted_of_sizes": (), "drafted": ((), ())}
-    groups = []
-    for *sums, undrafted in zip_longest(*columns, budget["undrafted_of_sizes"]):
-        steps, requests, tokens, draft_tokens, seconds, draft_seconds = sums
-        if steps and tokens:
-            undrafted = math.nan if undrafted is None else undrafted
-            quiet = draft_seconds
-            if drafted := min(steps, draft_tokens):  # so many steps had drafts at most
-                quiet += drafted * _seconds_of_step(requests / steps + draft_tokens / drafted, *budget["drafted"])
-            if drafted < steps:
-                quiet += (steps - drafted) * undrafted
-            quiet = min(quiet, seconds)  # NaN stays; costs that were learned from a few slow steps are too high
-            groups.append(Group._make([*sums, quiet, tokens * steps / requests * undrafted]))
-    return groups[::-1]
-
-
-def _seconds_of_step(size: float, sizes: Sequence[float], seconds: Sequence[float]) -> float:
-    """Of a step of so many tokens, by those that were measured; NaN if it is far from all of them."""
-    if not sizes or not sizes[0] / 2 <= size <= 2 * sizes[-1]:
-        return math.nan
-    return float(np.interp(size, sizes, seconds))
-
-
-def saving(groups: Sequence[Group]) -> Group | None:
-    """The sum of the groups whose times are known with and without drafts."""
-    known = [group for group in groups if not math.isnan(group.speedup)]
-    return Group._make(map(sum, zip(*known, strict=True))) if known else None
-
-
-def has_enough_drafts(groups: Sequence[Group]) -> bool:
-    """Whether enough steps had drafts to say what these saved."""
-    return sum(min(group.steps, group.draft_tokens) for group in groups) >= ENOUGH_DRAFTED_STEPS
-
-
 def summary(report: dict[str, Any]) -> str:
     """How speculation has done since the engine started, in one line."""
-    stats, groups = report["stats"], size_groups(report)
-    whole = saving(groups)
+    stats = report["stats"]
     said = f"{stats['tokens_per_step']:.2f} tokens per request and step"
     if stats["drafter_errors"]:
         said += ", the drafter has raised and is off"
@@ -257,17 +188,7 @@ def summary(report: dict[str, Any]) -> str:
             times += f" ({measured['low']:.2f} to {measured['high']:.2f})"
         count = measured["generations"]
         return f"{times} with drafts as without, measured in {count} generation{'s' * (count > 1)}; {said}"
-    if whole is None:
-        return f"{said}; what that saved is not known: no budget has taken steps without drafts to compare with"
-    if not has_enough_drafts(groups):
-        return f"{said}; too few steps had drafts to say what that saved"
-    if whole.is_noisy:
-        times = f"steps took {whole.seconds / whole.quiet:.1f} times as long as fast ones of their size"
-        return f"{said}; what that saved is too noisy to say: {times}, and drafts changed less"
-    return (
-        f"{said}; by estimate {whole.speedup:.2f} times as fast as this engine's steps without drafts, in the steps "
-        f"whose cost is known ({whole.seconds / stats['step_seconds']:.1%} of the time)"
-    )
+    return f"{said}; RolloutSpecGenerator(compare_every=…) measures what that saves"
 
 
 def explain(report: dict[str, Any]) -> str:
@@ -284,7 +205,7 @@ def explain(report: dict[str, Any]) -> str:
         pace = {number: tokens / seconds for number, tokens, seconds in engines if seconds}
         slowest = min(pace, key=lambda number: pace[number])
         head += (
-            f"\nSums of {len(engines)} engines; sources, history and costs are the first one's. Tokens per second: "
+            f"\nSums of {len(engines)} engines; sources and history are the first one's. Tokens per second: "
             f"{min(pace.values()):,.0f} to {max(pace.values()):,.0f}, least in engine {slowest + 1}"
         )
     parts = [head, _times(stats)]
@@ -295,7 +216,6 @@ def explain(report: dict[str, Any]) -> str:
     pairs = zip_longest(stats["drafted_per_position"], stats["accepted_per_position"], fillvalue=0)
     rows = [[f"{i}", f"{n:,}", f"{accepted / n:.1%}"] for i, (n, accepted) in enumerate(pairs, 1)]
     parts.append(_table(title, ["position", "tokens", "accepted"], rows))
-    parts.append(_sizes(size_groups(report)))
     parts.append(_history(report.get("history") or {}))
     parts.append("\n  - ".join(["What to do", *(list(advice(report)) or ["Nothing: leave it as it is."])]))
     return "\n\n".join(filter(None, parts))
@@ -331,21 +251,6 @@ def _times(stats: dict[str, Any]) -> str:
     return _table(title, ["", "seconds", "share"], rows)
 
 
-def _sizes(groups: Sequence[Group]) -> str:
-    title = (
-        "By number of requests in a step, prompts apart (verified, emitted: per request; quiet: seconds at the pace\n"
-        "of the fastest tenth; without: of the same tokens without drafts)"
-    )
-    heads = ["requests", "steps", "verified", "emitted", "seconds", "quiet", "without", "speedup"]
-    rows = []
-    for group in groups:
-        per_request = group.draft_tokens / group.requests, group.tokens / group.requests
-        numbers = *per_request, group.seconds, group.quiet, group.without, group.speedup
-        cells = ["?" if math.isnan(number) else f"{number:.2f}" for number in numbers]
-        rows.append([f"{group.requests / group.steps:.1f}", f"{group.steps:,}", *cells])
-    return _table(title, heads, rows)
-
-
 def _table(title: str, heads: list[str], rows: list[list[str]]) -> str:
     """A table under its title; nothing without rows."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
@@ -355,23 +260,15 @@ def _table(title: str, heads: list[str], rows: list[list[str]]) -> str:
 
 def advice(report: dict[str, Any]) -> Iterator[str]:
     """What to do about a run, by rules."""
-    stats, groups = report["stats"], size_groups(report)
+    stats = report["stats"]
     if stats["drafter_errors"]:
         yield "Look for the drafter's exception in the log. Drafting stays off until the engine is built again."
         return
     if not report["num_speculative_tokens"]:
         yield "This engine does not speculate. Compare its ms per token with those of one that does."
         return
-    whole = saving(groups)
-    is_busy = whole is not None and whole.is_noisy
-    if whole is not None and is_busy:
-        yield (
-            f"Run it again on a quiet machine: steps took {whole.seconds:.1f} s, and {whole.quiet:.1f} s at the pace "
-            "of fast ones. Other work held them up, or compilation."
-        )
-    num_steps = sum(group.steps for group in groups) or stats["steps"]
-    if num_steps < ENOUGH_STEPS:
-        yield f"Generate more: {num_steps} steps are too few to judge by, {ENOUGH_STEPS} are the least."
+    if stats["steps"] < ENOUGH_STEPS:
+        yield f"Generate more: {stats['steps']} steps are too few to judge by, {ENOUGH_STEPS} are the least."
         return
     history = report.get("history", {})
     requests, known = history.get("requests", 0), history.get("requests_with_history", 0)
@@ -383,11 +280,11 @@ def advice(report: dict[str, Any]) -> Iterator[str]:
         yield "Set history_dir: engines share what was said, and a run that resumes has what earlier ones said."
     if not stats["draft_tokens"] and not is_new:
         yield "No draft was verified: none was found, none was worth a step's time, or drafts were switched off."
-    is_slower = whole is not None and whole.speedup < LOSS and has_enough_drafts(groups)
-    if whole is not None and is_slower and not is_new and not is_busy:
-        yield f"Try speculation=False and compare the ms per token: it made steps {whole.speedup:.2f} times as fast."
-    drafting = sum(group.draft_seconds for group in groups) / (sum(group.seconds for group in groups) or 1)
-    if drafting > LONG_DRAFTING and not is_busy and not report["device"].endswith("CPU"):
+    measured = report.get("measured")
+    if measured is not None and measured["high"] is not None and measured["high"] < 1:
+        yield f"Set speculation=False: generations were {measured['speedup']:.2f} times as fast with drafts."
+    drafting = stats["draft_seconds"] / (stats["step_seconds"] or 1)
+    if drafting > LONG_DRAFTING and not report["device"].endswith("CPU"):
         yield f'Try drafter="device", in the V2 runner: drafting on the host took {drafting:.1%} of the time.'
     yield from _about_length(report)
 
@@ -400,7 +297,7 @@ def _about_length(report: dict[str, Any]) -> Iterator[str]:
     last_good = max((position for position, share in enumerate(shares, 1) if share >= RARELY), default=1)
     late = sum(drafted[last_good:]) / (sum(drafted) or 1)
     # Where only what pays is verified, that may be accepted rarely, as verifying may cost next to nothing.
-    if report["budget"] is None and not report["is_adaptive"] and late > RARELY:
+    if not (report["has_budget"] or report["is_adaptive"]) and late > RARELY:
         yield f"Lower num_speculative_tokens to {last_good}: {late:.1%} of the verified tokens were later, few right."
     elif len(drafted) == k < MAX_SPECULATIVE_TOKENS and drafted[-1] >= ENOUGH_STEPS and shares[-1] >= OFTEN:
         more = min(2 * k, MAX_SPECULATIVE_TOKENS)

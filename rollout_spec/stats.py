@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-REPORT_FORMAT = 3  # version of the reports that `rollout-spec doctor` reads
+REPORT_FORMAT = 4  # version of the reports that `rollout-spec doctor` reads
 
 
 @dataclass(slots=True)
@@ -31,9 +31,6 @@ class SpeculationStats:
         forward_seconds, verify_seconds: Time of the target's forward passes and of verification, on the device.
         step_seconds: Time of whole steps, scheduling included; 0 without a drafter on the host, which sees them end.
         drafted_per_position, accepted_per_position: Verified and accepted tokens by position in the draft.
-        ..._by_batch: By floor(log2) of a step's number of requests: the steps in which no prompt was read and some
-            request had been in an earlier step; their requests, verified draft tokens, emitted tokens and seconds, and
-            the seconds that drafting took.
     """
 
     steps: int = 0
@@ -50,12 +47,6 @@ class SpeculationStats:
     step_seconds: float = 0.0
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
-    steps_by_batch: list[int] = field(default_factory=list)
-    requests_by_batch: list[int] = field(default_factory=list)
-    draft_tokens_by_batch: list[int] = field(default_factory=list)
-    tokens_by_batch: list[int] = field(default_factory=list)
-    seconds_by_batch: list[float] = field(default_factory=list)
-    draft_seconds_by_batch: list[float] = field(default_factory=list)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -83,24 +74,6 @@ class SpeculationStats:
         self.emitted_tokens += sum(accepted) + len(accepted)
         _add_positions(self.drafted_per_position, drafted)
         _add_positions(self.accepted_per_position, accepted)
-
-    def record_time(
-        self, seconds: float, *, requests: int, draft_tokens: int, tokens: int, draft_seconds: float, has_prompts: bool
-    ) -> None:
-        """Count the time of one step, in which so many `requests` emitted `tokens`; `has_prompts`: and read prompts."""
-        self.step_seconds += seconds
-        if has_prompts:
-            return
-        octave = requests.bit_length() - 1
-        for counts, value in (
-            (self.steps_by_batch, 1),
-            (self.requests_by_batch, requests),
-            (self.draft_tokens_by_batch, draft_tokens),
-            (self.tokens_by_batch, tokens),
-            (self.seconds_by_batch, seconds),
-            (self.draft_seconds_by_batch, draft_seconds),
-        ):
-            _add(counts, octave, value)
 
     @classmethod
     def between(cls, earlier: Mapping[str, Any], later: Mapping[str, Any]) -> SpeculationStats:
@@ -131,16 +104,11 @@ def _add_positions(counts: list[int], lengths: list[int]) -> None:
     of_length = [0] * (max(lengths, default=0) + 1)
     for length in lengths:
         of_length[length] += 1
+    counts.extend([0] * (len(of_length) - 1 - len(counts)))
     longer = 0
     for position in range(len(of_length) - 2, -1, -1):
         longer += of_length[position + 1]
-        _add(counts, position, longer)
-
-
-def _add(counts: list[Any], place: int, value: float) -> None:
-    """Add to an entry of a list that is as long as it has been needed."""
-    counts.extend([0] * (place + 1 - len(counts)))
-    counts[place] += value
+        counts[position] += longer
 
 
 def _entry_by_entry(combine: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:

@@ -111,7 +111,7 @@ CALLS = [
     (lambda: build_drafter("a..b"), "unknown drafter 'a..b'"),
     (lambda: build_drafter("no_such.Drafter"), "drafter 'no_such.Drafter' cannot be imported: No module named"),
     (lambda: build_drafter("rollout_spec.stats.Nothing"), "drafter 'rollout_spec.stats.Nothing' cannot be imported"),
-    (lambda: build_drafter("rollout_spec.stats.REPORT_FORMAT"), "must be a class, got 3"),
+    (lambda: build_drafter("rollout_spec.stats.REPORT_FORMAT"), "must be a class, got 4"),
     (lambda: build_drafter("rollout_spec.stats.SpeculationStats"), "lacks start_request, extend, propose, stop_req"),
     (lambda: build_drafter("history", name=1), "unexpected keyword argument 'name'"),
     # What a trainer says.
@@ -262,7 +262,7 @@ FILES = {
     "list": b"[1, 2]",
     "brackets": b"[" * 200_000,
     "old": b'{"format": 0}',
-    "damaged": b'{"format": 3}',
+    "damaged": b'{"format": 4}',
     "whole": json.dumps(a_report()).encode(),
 }
 COMMANDS = [
@@ -270,7 +270,7 @@ COMMANDS = [
     ("doctor {binary}", "{binary} is no JSON: "),
     ("doctor {brackets}", "{brackets} is no JSON: "),
     ("doctor {utf16}", "{utf16} has no report of rollout_spec"),
-    ("doctor {old}", "{old} has a report of format 0, and 3 is read here"),
+    ("doctor {old}", "{old} has a report of format 0, and 4 is read here"),
     ("doctor {damaged}", "{damaged} is damaged: KeyError('stats')"),
     ("doctor {list}", "{list} has no report of rollout_spec"),
     ("doctor {folder}/missing", "No such file or directory: '{folder}/missing'"),

@@ -82,23 +82,19 @@ def history(engine: EngineParts) -> dict[str, Any]:
 
 def report(engine: EngineParts) -> dict[str, Any]:
     """The report that `rollout-spec doctor` explains, as plain data."""
-    counters, num_tokens, sources, learned = engine.stats, 0, {}, None
-    if engine.session is not None:
-        num_tokens, sources = engine.session.num_speculative_tokens, engine.session.source_counts()
-        if engine.session.budget is not None:
-            sizes = zip(counters.requests_by_batch, counters.steps_by_batch, strict=True)
-            usual = [max(round(requests / max(steps, 1)), 1) for requests, steps in sizes]
-            learned = engine.session.budget.to_dict(usual)
+    session, num_tokens, sources = engine.session, 0, {}
+    if session is not None:
+        num_tokens, sources = session.num_speculative_tokens, session.source_counts()
     return {
         "format": REPORT_FORMAT,
         "versions": installed_versions(REPORTED_VERSIONS),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU",
         "num_speculative_tokens": num_tokens,
-        "is_adaptive": engine.session is not None and engine.session.enable_adaptive_verification,
-        "stats": counters.to_dict(),
+        "has_budget": session is not None and session.budget is not None,
+        "is_adaptive": session is not None and session.enable_adaptive_verification,
+        "stats": engine.stats.to_dict(),
         "sources": sources,
         "history": history(engine),
-        "budget": learned,
     }
 
 

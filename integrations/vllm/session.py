@@ -501,19 +501,10 @@ class HostSession(Session):
         was_idle, self._was_idle = self._was_idle, False
         num_prompt_tokens = max(num_tokens - num_requests - num_draft_tokens, 0)
         self._prompt_tokens.append(num_prompt_tokens)
-        if last is None or was_idle or num_requests == 0:
-            self.stats.step_seconds += now - began
-            return
-        took = now - last
-        self.stats.record_time(
-            took,
-            requests=num_requests,
-            draft_tokens=num_draft_tokens,
-            tokens=learned.num_emitted,
-            draft_seconds=self.drafting.seconds,
-            has_prompts=num_prompt_tokens > 0,
-        )
-        if self.budget is None:
+        is_whole = last is not None and not was_idle and num_requests > 0
+        took = now - (last if last is not None and is_whole else began)
+        self.stats.step_seconds += took
+        if self.budget is None or not is_whole:
             return
         self._unshared.append(
             _Step(num_tokens, took, num_draft_tokens > 0, self.drafting.seconds, self.drafting.num_asked)

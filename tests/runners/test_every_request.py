@@ -198,13 +198,9 @@ def test_a_budget_changes_no_rollout(tiny_model, off, reference_model, drafter):
     assert stats["draft_tokens"] > 0
     for part in ("forward", "verify", "draft"):
         assert 0 < stats[f"{part}_seconds"] < stats["step_seconds"]
-    assert 0 < sum(stats["draft_seconds_by_batch"]) <= sum(stats["seconds_by_batch"]) <= stats["step_seconds"] + 1e-6
-    assert 0 < sum(stats["steps_by_batch"]) <= stats["steps"]
-    assert sum(stats["tokens_by_batch"]) <= stats["emitted_tokens"]
-    assert sum(stats["draft_tokens_by_batch"]) <= stats["draft_tokens"]
     (report,) = llm.collective_rpc("rollout_spec", args=("report",))
     assert json.loads(json.dumps(report)) == report
-    assert report["budget"]["undrafted"][0]
+    assert report["has_budget"]
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,16 @@ def ask(llm, *command):
 
 def counts(stats):
     """What is counted, without what is timed."""
-    return {name: value for name, value in stats.items() if "seconds" not in name and not name.endswith("_by_batch")}
+    return {name: value for name, value in stats.items() if "seconds" not in name}
+
+
+class Costs:
+    """For vLLM's `worker_extension_cls`."""
+
+    def learned_costs(self):
+        """What this rank's budget has learned of steps without drafts and with them."""
+        cost = self.model_runner.rollout_spec.session.budget.cost
+        return [[values.tolist() for values in cost.curve(drafted=drafted)] for drafted in (False, True)]
 
 
 def check_rollouts(llm, off, reference_model, seed):
@@ -97,15 +106,16 @@ def test_the_ranks_draft_the_same(tiny_model, tmp_path, off, reference_model, be
         options = {"speculative_config": {**head, "num_speculative_tokens": 2}}
     else:
         options = {"drafter": "tests.adversaries.SlowOnTheSecondRank"}
-    with two_ranks(tiny_model, **engine_kwargs(num_speculative_tokens=K, **options)) as llm:
+    extension = {"worker_extension_cls": f"{__name__}.Costs"}
+    with two_ranks(tiny_model, **extension, **engine_kwargs(num_speculative_tokens=K, **options)) as llm:
         for seed in (1, 2, 3):
             check_rollouts(llm, off, reference_model, seed)
         first, second = ask(llm, "stats")
-        reports = ask(llm, "report")
+        reports, costs = ask(llm, "report"), llm.collective_rpc("learned_costs")
     assert counts(first) == counts(second)
     assert first["accepted_tokens"] > 0
-    for part in ("budget", "sources"):
-        assert reports[0][part] == reports[1][part]
+    assert reports[0]["sources"] == reports[1]["sources"]
+    assert costs[0] == costs[1] != [[[], []], [[], []]]
     if beside == "a model":
         assert reports[0]["sources"]["model"][1] > 0
     else:
