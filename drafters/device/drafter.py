@@ -27,8 +27,7 @@ arrived, as when a problem is evicted and needed again within a step or two.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -221,8 +220,6 @@ class DeviceDrafter:
         self._changed_problems: dict[int, _Problem] = {}
         self._changed_documents: dict[int, tuple[int, ...]] = {}
         self._unindexed: list[int] = []  # documents that have been uploaded
-        self._side = torch.cuda.Stream(device) if runs_later(device) else None
-        self._side_is_ahead = False
 
     # -- requests come and go ----------------------------------------------------------------------------------------
 
@@ -424,12 +421,11 @@ class DeviceDrafter:
                 self._evict(problem)
 
     def _write_text(self, start: int, tokens: NDArray[np.int32], features: Features) -> None:
-        """Upload a text to its place in the pool, on a stream of its own."""
-        with self._on_side():
-            place = slice(start, start + tokens.size)
-            self._texts.tokens[place] = upload(tokens, self._device)
-            if self.wants_features:
-                self._texts.features[place] = upload(features, self._device)
+        """Upload a text to its place in the pool."""
+        place = slice(start, start + tokens.size)
+        self._texts.tokens[place] = upload(tokens, self._device)
+        if self.wants_features:
+            self._texts.features[place] = upload(features, self._device)
 
     def begin_policy_version(self, version: int) -> None:
         """Announce that requests started from now on are sampled by a new policy.
@@ -768,16 +764,14 @@ class DeviceDrafter:
             rows[n] = request.slot, document, capacity, may_stop, must_stop, self._new_stamp(live.problem)
         uploaded = upload(rows, self._device), upload(stops, self._device)
         kernels.retire(*uploaded, self._texts)
-        with self._on_side():
-            copies = []
-            for document, (_, live, start, capacity) in retired.items():
-                place = slice(start, start + capacity)
-                parts = self._texts.tokens[place], self._texts.features[place], self._texts.documents[document, :3]
-                copies.append((live, *map(copy_to_host, parts)))
-            copied = None
-            if self._side is not None:
-                copied = torch.cuda.Event()
-                copied.record(self._side)
+        copies, copied = [], None
+        for document, (_, live, start, capacity) in retired.items():
+            place = slice(start, start + capacity)
+            parts = self._texts.tokens[place], self._texts.features[place], self._texts.documents[document, :3]
+            copies.append((live, *map(copy_to_host, parts)))
+        if runs_later(self._device):
+            copied = torch.cuda.Event()
+            copied.record()
         for live, tokens, features, fields in copies:
             if live.problem.problem_id > NO_PROBLEM:  # others are never looked up again
                 texts = tokens, features, fields
@@ -785,7 +779,7 @@ class DeviceDrafter:
                 self._archive.add(Archived(problem_id, live.order, live.version, capacity, *texts, copied))
 
     def _upload(self, problem: _Problem) -> None:
-        """Bring a problem's newest rollouts from the host, on a stream of its own."""
+        """Bring a problem's newest rollouts from the host."""
         texts: list[tuple[NDArray[np.int32], Features, int]] = []
         num_tokens = 0
         for rollout in self._archive.newest_first(problem.problem_id)[:MAX_MEMBERS]:
@@ -813,22 +807,8 @@ class DeviceDrafter:
         for (tokens, _, prompt_length), end in reversed(list(zip(texts, ends.tolist(), strict=False))):
             self._take_in(problem, self._free_documents.pop(), end - tokens.size, tokens.size, prompt_length)
 
-    @contextlib.contextmanager
-    def _on_side(self) -> Iterator[None]:
-        """Copies made here run beside the model, after what was launched before; the next `_publish` waits for them."""
-        if self._side is None:
-            yield
-            return
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._side):
-            yield
-        self._side_is_ahead = True
-
     def _publish(self) -> None:
         """Upload the rows of the device's tables that have changed, and index the texts that were uploaded."""
-        if self._side is not None and self._side_is_ahead:
-            torch.cuda.current_stream(self._device).wait_stream(self._side)
-            self._side_is_ahead = False
         if self._changed_documents:
             self._write(self._texts.documents, self._changed_documents)
             self._changed_documents = {}
