@@ -27,7 +27,7 @@ PRIOR_TOKENS = 64.0
 many new ones."""
 JUDGED_STEPS = 128
 """What was right counts for about so many steps, also while nothing is drafted."""
-SIZES_PER_DOUBLING = 4
+SIZES_PER_DOUBLING = 2
 """Numbers of requests whose steps are taken to be alike."""
 ENOUGH, RECENT_STEPS, OUTLIER = 2, 32, 2.0
 """A K costs the mean of its last RECENT_STEPS steps, once ENOUGH are known, without those that took more than OUTLIER
@@ -78,15 +78,16 @@ class MeasuredSchedule:
         size.num_steps += 1
         if size.num_left and size.tried <= most:
             return size.go_on()
-        allowed = [k for k in self._ks if k <= most]
         tokens = size.tokens()
-        rates = {k: tokens[k] / size.usual_seconds(k) for k in allowed if len(size.seconds[k]) >= ENOUGH}
-        for k in allowed:
+        rates = {k: tokens[k] / size.usual_seconds(k) for k in self._ks if k <= most and len(size.seconds[k]) >= ENOUGH}
+        best = max(rates, key=lambda k: rates[k]) if most in rates else most
+        # A step with drafts takes at least as long as one without.
+        promising = [k for k in self._ks if 0 < k < most and 0 in rates and tokens[k] * rates[0] > rates.get(best, 0.0)]
+        for k in (most, 0, *promising):
             if k not in rates and size.num_trials[k] < MOST_TRIALS:
                 return size.begin_trial(k, TRIAL)
-        best = max(rates, key=lambda k: rates[k]) if most in rates else most
         size.last[best] = size.num_steps
-        for k in allowed:
+        for k in (most, 0, *promising):
             patience = PATIENCE * (rates[best] / rates[k]) ** 4 if best in rates and k in rates else PATIENCE
             if size.num_steps - size.last[k] > min(patience, LONGEST_PATIENCE):
                 return size.begin_trial(k, TRIAL if best else max(TRIAL, TRIED_DRAFTS // num_requests))
