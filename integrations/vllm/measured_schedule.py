@@ -2,8 +2,8 @@
 
 All requests of a step are drafted equally many tokens by the device drafter, and vLLM's scheduler looks up how many.
 What it looks up is chosen here: the K with most tokens per second, of those that are allowed. Where vLLM's adaptive
-verification cuts drafts on the device, this says whether there are any: a step with drafts takes the host longer even
-if all of them are cut. Elsewhere K is one of `step_sizes.affordable_ranges`, for which CUDA graphs are captured.
+verification cuts drafts on the device, the question is whether there are any: a step with drafts takes the host longer
+even if all of them are cut. Elsewhere K is one of `step_sizes.affordable_ranges`, for which CUDA graphs are captured.
 
 What a K gives is kept for each number of requests: each request's KV cache is read once, however many tokens it has,
 and of many requests drafts are cut more. One scheduler decides for all ranks of an engine; where each rank has its own
@@ -26,20 +26,22 @@ PRIOR_TOKENS = 64.0
 """So many drafted tokens at each position are taken to have been right at first. Old outcomes never count less than so
 many new ones."""
 JUDGED_STEPS = 128
-"""What was right counts for about so many steps, also while nothing is drafted."""
+"""What was right counts for about so many steps, down to PRIOR_TOKENS also while nothing is drafted."""
 SIZES_PER_DOUBLING = 2
-"""Numbers of requests whose steps are taken to be alike."""
+"""Into so many sizes a doubling of the number of requests is divided. Steps of a size are taken to be alike."""
 ENOUGH, RECENT_STEPS, OUTLIER = 2, 32, 2.0
 """A K costs the mean of its last RECENT_STEPS steps, once ENOUGH are known, without those that took more than OUTLIER
 times their median. The median alone is no measure: of few requests, a step in which all drafts are cut takes half as
 long as one in which some are verified."""
-TRIAL, TRIED_DRAFTS, MOST_TRIALS = 5, 64, 2
-"""A K is tried for TRIAL steps in a row, of which two count (`observe_output`). Where nothing else is drafted, few
-requests are given TRIED_DRAFTS drafts, which tell how many tokens are right. While no time is known, as that of a step
-with prompts says nothing, a K is tried MOST_TRIALS times."""
+TRIAL, TRIED_DRAFTS, MOST_TRIALS = 5, 32, 2
+"""A K is tried for TRIAL steps in a row, of which two count (`observe_output`). During a pause few requests are given
+some TRIED_DRAFTS whole drafts, which tell how many tokens are right. While no time is known, as that of a step with
+prompts says nothing, a K is tried MOST_TRIALS times."""
+WORTH_IT = 1.1
+"""Whole drafts whose time is not known are made if they give so many times the tokens."""
 PATIENCE, LONGEST_PATIENCE = 128, 1024
 """A K that gives as many tokens per second as the best, or of which too little is known, is tried again after PATIENCE
-steps of about as many requests; one that gives half as many after 16 times as many."""
+steps of about as many requests; one that gives fewer later, by the ratio's fourth power."""
 
 
 class MeasuredSchedule:
@@ -58,9 +60,9 @@ class MeasuredSchedule:
         self._ks = sorted(set(self._most) | {0}, reverse=True)
         self._sizes: dict[int, _Size] = {}
         self._last = _Size(np.full((2, self._ks[0]), PRIOR_TOKENS))  # the one that was asked for last
-        # (when, K of the step after it) of steps that were scheduled and have not been heard of; some never are, after
-        # a fault.
-        self._scheduled: deque[tuple[float, int]] = deque(maxlen=8)
+        # (when, K of the step after it) of steps that were scheduled and have not been heard of: vLLM schedules one
+        # ahead. Some never are, after a fault.
+        self._scheduled: deque[tuple[float, int]] = deque(maxlen=2)
         self._last_update, self._last_k = 0.0, 0
 
     def __getitem__(self, num_requests: int) -> int:
@@ -80,7 +82,7 @@ class MeasuredSchedule:
             return size.go_on()
         tokens = size.tokens()
         rates = {k: tokens[k] / size.usual_seconds(k) for k in self._ks if k <= most and len(size.seconds[k]) >= ENOUGH}
-        best = max(rates, key=lambda k: rates[k]) if most in rates else most
+        best = max(rates, key=lambda k: rates[k]) if most in rates else most * bool(tokens[most] > WORTH_IT)
         # A step with drafts takes at least as long as one without.
         promising = [k for k in self._ks if 0 < k < most and 0 in rates and tokens[k] * rates[0] > rates.get(best, 0.0)]
         for k in (most, 0, *promising):
@@ -90,7 +92,8 @@ class MeasuredSchedule:
         for k in (most, 0, *promising):
             patience = PATIENCE * (rates[best] / rates[k]) ** 4 if best in rates and k in rates else PATIENCE
             if size.num_steps - size.last[k] > min(patience, LONGEST_PATIENCE):
-                return size.begin_trial(k, TRIAL if best else max(TRIAL, TRIED_DRAFTS // num_requests))
+                is_pause = best == 0 and k == most
+                return size.begin_trial(k, max(TRIAL, TRIED_DRAFTS // num_requests) if is_pause else TRIAL)
         return best
 
     def observe(self, drafted: NDArray[np.int64], accepted: NDArray[np.int64], seconds: float | None) -> None:
@@ -127,8 +130,8 @@ class MeasuredSchedule:
         self.observe(counts[:, 0], counts[:, 1] - 1, None if has_prompts else seconds)
 
     def _size(self, num_requests: int) -> _Size:
-        """What is known of steps of about so many requests; at first, what is right in those that were asked for."""
-        name = int(SIZES_PER_DOUBLING * math.log2(num_requests))
+        """What is known of steps of about so many requests. A new size begins with what was right in the last one."""
+        name = round(SIZES_PER_DOUBLING * math.log2(num_requests))
         if name not in self._sizes:
             self._sizes[name] = _Size(self._last.outcomes * (PRIOR_TOKENS / self._last.outcomes[0]))
         self._last = self._sizes[name]
@@ -139,7 +142,7 @@ class _Size:
     """Steps of about as many requests, by K.
 
     Args:
-        outcomes: float64 [2, K], drafted tokens that were reached, and those that were right, by position.
+        outcomes: float64 [2, K], drafted tokens, and those that were accepted, by position.
     """
 
     def __init__(self, outcomes: NDArray[np.float64]) -> None:
@@ -151,8 +154,8 @@ class _Size:
 
     def tokens(self) -> NDArray[np.float64]:
         """What each request gets in a step by K, float64 [K + 1]."""
-        reached, right = self.outcomes
-        return np.append(1.0, 1.0 + np.cumsum(np.cumprod(right / reached)))
+        drafted, accepted = self.outcomes
+        return np.append(1.0, 1.0 + np.cumsum(np.minimum.accumulate(accepted / drafted)))
 
     def usual_seconds(self, k: int) -> float:
         """What a step with K draft tokens takes, of which some are known. O(RECENT_STEPS log RECENT_STEPS)."""
@@ -165,15 +168,17 @@ class _Size:
         self.outcomes *= np.maximum(1 - 1 / JUDGED_STEPS, PRIOR_TOKENS / self.outcomes[0])
         k = min(int(drafted.max()), self.outcomes.shape[1])
         for position in range(k):
-            self.outcomes[0, position] += np.count_nonzero((drafted > position) & (accepted >= position))
+            self.outcomes[0, position] += np.count_nonzero(drafted > position)
             self.outcomes[1, position] += np.count_nonzero(accepted > position)
         # A request may have fewer, as the last one where the step had no room for more.
         if seconds is not None and drafted.sum() >= 0.9 * k * drafted.size:
             self.seconds[k].append(max(seconds, 1e-6))
 
     def begin_trial(self, k: int, num_steps: int) -> int:
-        """The next steps will have K draft tokens."""
+        """The next steps will have K draft tokens. What such steps took long ago is forgotten, but for some."""
         self.num_trials[k] += 1
+        while len(self.seconds[k]) > ENOUGH:
+            self.seconds[k].popleft()
         self.tried, self.num_left = k, num_steps
         return self.go_on()
 

@@ -57,6 +57,14 @@ def test_none_where_they_do_not_pay(seconds_of, right):
     assert ours < 1.06 * none
 
 
+@pytest.mark.parametrize("right", [0.02, 0.3])
+def test_one_request_is_given_more_drafts_to_try(right):
+    """As a few tell nothing, and still few."""
+    chosen, (ours, none) = run(lambda tokens, drafts: 0.010 + 0.010 * (drafts > 0), right, 1, 8000)
+    assert np.mean(chosen[1000:] == 0) > 0.85
+    assert ours < 1.1 * none
+
+
 def test_shorter_ones_where_the_last_tokens_do_not_pay():
     chosen, (ours, none) = run(lambda tokens, drafts: 0.010 + 4e-4 * max(0, tokens - 64), 0.6)
     assert np.mean(chosen[200:] == 3) > 0.7
@@ -77,7 +85,7 @@ def test_what_a_request_costs_is_not_blamed_on_drafts():
 
 def test_steps_of_unlike_requests_say_nothing_of_times():
     schedule = MeasuredSchedule(MOST)
-    for _ in range(5):
+    for _ in range(2 * measured_schedule.TRIAL):
         schedule.observe(np.array([7, 0]), np.array([7, 0]), 1.0)
         assert schedule[2] == 7, "it is not known yet"
 
@@ -89,6 +97,15 @@ def test_whole_drafts_while_no_time_is_known():
         chosen.append(schedule[16])
         schedule.observe(np.full(16, chosen[-1]), np.full(16, chosen[-1]), None)
     assert np.mean(np.array(chosen[40:]) == 7) > 0.9
+
+
+def test_useless_drafts_among_prompts():
+    """Steps' times are never known, but that nothing is right."""
+    schedule, chosen = MeasuredSchedule(MOST), []
+    for _ in range(1000):
+        chosen.append(schedule[16])
+        schedule.observe(np.full(16, chosen[-1]), np.zeros(16, np.int64), None)
+    assert np.mean(np.array(chosen[200:]) == 0) > 0.9
 
 
 def test_drafts_that_become_right_are_noticed():
