@@ -900,3 +900,18 @@ def test_texts_that_move_together_move_to_where_none_of_them_is():
     drafter.reserve(slots, np.array([60, 30]))
     places = sorted([*before.tolist(), *drafter._pieces[slots].tolist()])
     assert all(start + size <= later for (start, size), (later, _) in itertools.pairwise(places))
+
+
+def test_a_draft_is_graded_once():
+    """Also where steps without drafts follow it, as while drafting pauses."""
+    engine = Engine()
+    req_id = engine.start([1, 2, 3, 4, 1, 2, 3, 4, 1, 2])
+    engine.commit(req_id, [3])
+    assert engine.assert_same_drafts()[0].token_ids.size == K
+    engine.commit(req_id, [4, 1])
+    graded = engine.drafter.source_counts()
+    assert sum(trials for trials, _ in graded.values()) > 0
+    for token in (2, 3, 4):
+        engine.commit(req_id, [token])
+    assert engine.drafter.source_counts() == graded
+    engine.assert_same_drafts()
