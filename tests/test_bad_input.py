@@ -101,6 +101,7 @@ CALLS = [
     (lambda: check_options("device", {"max_resident_tokens": 1e6}), "max_resident_tokens must be an int, got 1000000"),
     (lambda: check_options("device", {"max_requests": 8}), "drafter_options are features, max_resident_tokens"),
     (lambda: check_options(HISTORY_DRAFTER, {"depth": 3}), "does not take these drafter_options"),
+    (lambda: check_options("tests.recurrent.drafter.Cut", {}), "missing a required argument: 'pattern'"),
     (lambda: build_drafter("history", min_survival=1), "min_survival must be in [0, 1), got 1"),
     (lambda: build_drafter("history", num_threads=0), "num_threads must be from 1 to 8, got 0"),
     (lambda: build_drafter("suffix", index="tree"), "index must be one of ('suffix', 'ngram'), got 'tree'"),

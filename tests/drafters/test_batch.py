@@ -88,6 +88,20 @@ def test_a_batch_is_as_one_by_one(name, seed):
     batched.check_integrity()
 
 
+@pytest.mark.parametrize("method", ["propose", "extend"])
+def test_what_a_derived_class_overrides_is_called(method):
+    """A user's may change either method of the simple form."""
+    called = []
+
+    def override(self, *args):
+        called.append(args)
+        return getattr(HistoryDrafter, method)(self, *args)
+
+    derived = type("Derived", (HistoryDrafter,), {method: override})
+    drive(as_batch_drafter(derived("suffix", max_draft_tokens=K), K), seed=0)
+    assert called
+
+
 @pytest.mark.parametrize("index", ["suffix", "ngram"])
 def test_late_tokens_are_context_at_once_and_candidates_once_they_are_indexed(index):
     drafter = HistoryDrafter(index, max_draft_tokens=K, min_survival=0.0)

@@ -77,7 +77,6 @@ VARIABLES = {
     "OpenRLHF, as a job": openrlhf_variable_of_a_job,
     "SkyRL": lambda: variable(block("SkyRL")),
     "prime-rl": prime_rl_variable,
-    "open-instruct": lambda: variable(block("open-instruct")),
     "NeMo-RL": lambda: variable(block("NeMo-RL")),
 }
 
