@@ -133,6 +133,19 @@ PARAMETERS = (
 )
 
 
+@pytest.mark.parametrize("limits", [{"top_k": 1}, {"top_p": 0.1}, {"min_p": 0.9}], ids=str)
+@runs
+def test_greedy_rows_are_not_cut(run, limits):
+    """Beside one that is: their processed log-probabilities and ranks are those of all tokens, as in vLLM."""
+    logits = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 50)).astype(np.float32))
+    dtypes = {"top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
+    named = {name: np.full(2, value, dtypes[name]) for name, value in limits.items()}
+    rows = as_torch(SamplingBatch(np.array([0.0, 1.0], np.float32), np.arange(2), np.zeros(2, np.int64), **named))
+    nothing, cu = torch.zeros(0, dtype=torch.int32), torch.tensor([0, 0], dtype=torch.int32)
+    result = run(logits, nothing, cu, rows, logprobs_mode="processed_logprobs")
+    assert result.logprobs[0].item() == pytest.approx(logits[0].log_softmax(0).max().item(), abs=1e-5)
+
+
 @pytest.mark.parametrize("parameters", PARAMETERS, ids=str)
 @pytest.mark.parametrize("draft_of", [constant, independent, coupled])
 @pytest.mark.parametrize("method", METHODS)
