@@ -180,11 +180,13 @@ def test_a_drafter_can_be_copied_and_pickled():
 
 
 def test_the_digest_covers_files_of_every_depth(tmp_path, monkeypatch):
-    files = [tmp_path / name for name in ("a.py", "b/c.py", "b/d/e.py")]
+    """Also behind links, as a checkout has them."""
+    files = [tmp_path / name for name in ("package/a.py", "package/b/c.py", "linked/d/e.py")]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("x = 1")
-    monkeypatch.setattr(cache, "__file__", str(tmp_path / "jit" / "cache.py"))
+    (tmp_path / "package" / "link").symlink_to(tmp_path / "linked")
+    monkeypatch.setattr(cache, "__file__", str(tmp_path / "package" / "jit" / "cache.py"))
     seen = {cache.digest.__wrapped__()}
     for file in files:
         file.write_text("x = 2")
