@@ -7,7 +7,7 @@ logits rows: each request's rows are its drafts' positions in order, then the bo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -61,6 +61,7 @@ class SamplingBatch:
     temperature: Any
     seeds: Any
     positions: Any
+    _: KW_ONLY
     top_k: Any = None
     top_p: Any = None
     min_p: Any = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -17,8 +20,13 @@ METHODS = ("sample", "rejection")
 
 
 def as_torch(rows: SamplingBatch) -> SamplingBatch:
-    fields = (getattr(rows, name) for name in SamplingBatch.__slots__)
-    return SamplingBatch(*(None if values is None else torch.from_numpy(values) for values in fields))
+    return of_fields(rows, torch.from_numpy)
+
+
+def of_fields(rows: SamplingBatch, change: Callable[[Any], Any]) -> SamplingBatch:
+    """Each field that is there, changed."""
+    fields = {name: getattr(rows, name) for name in SamplingBatch.__slots__}
+    return SamplingBatch(**{name: values if values is None else change(values) for name, values in fields.items()})
 
 
 def oracle(logits, drafts, cu, rows, **options):

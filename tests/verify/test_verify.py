@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch, VerifyResult
 from rollout_spec.verify import reference
 from rollout_spec.verify.api import verify
 from tests.distributions import matches_distribution
-from tests.verify.batches import METHODS, as_torch, batches, kernel_verify, oracle, probabilities
+from tests.verify.batches import METHODS, as_torch, batches, kernel_verify, of_fields, oracle, probabilities
 
 runs = pytest.mark.parametrize("run", [verify, reference.verify, kernel_verify], ids=["cpu", "reference", "kernel"])
 
@@ -32,17 +34,13 @@ def test_output_does_not_depend_on_the_drafts(batch):
         emitted = result.output_token_ids[request]
         emitted = emitted[emitted >= 0]
         for j, token in enumerate(emitted):
-            alone = SamplingBatch(*(v if v is None else v[request : request + 1] for v in _fields(rows)))
-            alone = SamplingBatch(alone.temperature, alone.seeds, alone.positions + j, *_fields(alone)[3:])
+            alone = of_fields(rows, lambda values: values[request : request + 1])  # noqa: B023
+            alone = replace(alone, positions=alone.positions + j)
             plain = oracle(logits[start + j : start + j + 1], drafts[:0], np.zeros(1, np.int32), alone)
             assert token == plain.output_token_ids[0, 0]
         last = result.target_token_ids[start + result.num_accepted[request]]
         assert len(emitted) == result.num_accepted[request] + (last != PLACEHOLDER_TOKEN_ID)
         start = end
-
-
-def _fields(rows):
-    return [getattr(rows, name) for name in SamplingBatch.__slots__]
 
 
 @runs
