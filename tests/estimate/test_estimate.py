@@ -294,6 +294,8 @@ def test_measured_times_are_interpolated(tmp_path):
     assert [cost.whole_step(*step) for step in steps] == pytest.approx([0.010, 0.012, 0.020, 0.0105, 0.024])
     assert cost.drafting(8) == 0 < MeasuredCost(read_step_times(path, "a", 300), drafts=True).drafting(8)
     assert read_step_times(path, "a", context=4000) == {0: {1: 15.0}, 4: {1: 16.0}}
+    path.write_text(STEP_TIMES + "b,1,301,0,9.0\n")
+    assert read_step_times(path, "a", 300) == read_step_times(path, "a", 256), "b was measured with other contexts"
     for text, message in (
         (STEP_TIMES + "b,1,256,0,9.0\n", "step times of a, b: name one"),
         ("\n".join(line for line in STEP_TIMES.splitlines() if ",4," not in line), "and with some"),
