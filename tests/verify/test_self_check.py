@@ -154,3 +154,10 @@ def test_the_doctor_prints_verdicts(is_sound, capsys, plant):
     printed = capsys.readouterr().out
     assert printed.count("ok ") == 6 * is_sound
     assert printed.count("problem  ") == 6 * (not is_sound)
+
+
+def test_one_fault_of_several_checks_is_enough(monkeypatch, capsys):
+    faults = iter([None, "a token", None, None, None, None])
+    monkeypatch.setattr(self_check, "find_fault", lambda device, **options: next(faults))
+    assert doctor.check_device(CPU, 64) == 1
+    assert capsys.readouterr().out.count("problem") == 1
