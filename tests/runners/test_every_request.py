@@ -351,3 +351,11 @@ def test_invalid_logits_raise(tiny_model, speculation):
             parameter.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match=r"rows of logits .* request \S+\), and nothing can be sampled"):
         generate(llm, [SamplingParams(max_tokens=4)])
+
+
+def test_requests_that_join_one_by_one(tiny_model, off, reference_model):
+    """As prompts take a step each: tables by row grow under requests that run."""
+    llm = build(tiny_model, max_num_seqs=8, max_num_batched_tokens=16, **engine_kwargs(speculation=False))
+    params = mixed_params(11, 8, temperature=1.0, ignore_eos=True, **{**PLAIN, "max_tokens": 20})
+    prompts = [[1, *range(4, 17)] for _ in params]
+    assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
