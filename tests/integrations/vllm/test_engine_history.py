@@ -61,6 +61,11 @@ def test_other_ranks_take_rollouts_and_version_of_the_first(tmp_path, monkeypatc
     keeper = engine_history.EngineHistory(config, None, drafter, Problems(1000), lambda ours: type(ours)(first))
     assert keeper.load() == 3
     assert drafter.history_summary()["newest_version"] == 3
+    drafter.start_request("a", [1, 2, 3])
+    drafter.extend("a", [4, 5, 6])
+    drafter.stop_request("a")
+    keeper.exchange()
+    assert not drafter.take_recorded(), "nothing piles up for a folder that this rank does not write"
 
 
 def test_a_folder_that_cannot_be_used_costs_a_warning_and_not_the_run(tiny_model, tmp_path, caplog):
