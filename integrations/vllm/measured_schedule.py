@@ -83,12 +83,15 @@ class MeasuredSchedule:
             return size.go_on()
         tokens = size.tokens()
         rates = {k: tokens[k] / size.usual_seconds(k) for k in self._ks if k <= most and len(size.seconds[k]) >= ENOUGH}
-        best = max(rates, key=lambda k: rates[k]) if most in rates else most * bool(tokens[most] > WORTH_IT)
+        if most in rates:
+            best = max(rates, key=lambda k: rates[k])
+        else:
+            best = most if tokens[most] > WORTH_IT else 0
         tried = [most]
         if tokens[most] < SURELY:
-            # A step with drafts takes at least as long as one without.
-            fastest = rates.get(0, 0.0)
-            tried += [0, *(k for k in self._ks if 0 < k < most and tokens[k] * fastest > rates.get(best, 0.0))]
+            # A step with drafts takes at least as long as one without, of which there are so many per second.
+            steps = rates.get(0, 0.0)
+            tried += [0, *(k for k in self._ks if 0 < k < most and tokens[k] * steps > rates.get(best, 0.0))]
         for k in tried:
             if k not in rates and size.num_trials[k] < MOST_TRIALS:
                 return size.begin_trial(k, TRIAL)

@@ -501,10 +501,12 @@ class HostSession(Session):
         was_idle, self._was_idle = self._was_idle, False
         num_prompt_tokens = max(num_tokens - num_requests - num_draft_tokens, 0)
         self._prompt_tokens.append(num_prompt_tokens)
-        is_whole = last is not None and not was_idle and num_requests > 0
-        took = now - (last if last is not None and is_whole else began)
+        if last is None or was_idle or num_requests == 0:
+            self.stats.step_seconds += now - began
+            return
+        took = now - last
         self.stats.step_seconds += took
-        if self.budget is None or not is_whole:
+        if self.budget is None:
             return
         self._unshared.append(
             _Step(num_tokens, took, num_draft_tokens > 0, self.drafting.seconds, self.drafting.num_asked)

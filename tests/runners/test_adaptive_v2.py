@@ -216,9 +216,7 @@ def test_pauses_change_no_rollout_and_confidences_outlast_them(tiny_model, off, 
         return chosen[-1]
 
     monkeypatch.setattr(schedule_of(llm), "choose", choose)
-    host = HostTime(
-        runner.adaptive_verification, runner.step_timing, None, lambda: runner.rollout_spec.num_wanted_drafts > 0
-    )
+    host = HostTime(runner.adaptive_verification, runner.step_timing, None, runner.speculator._is_wanted)
     monkeypatch.setattr(HostTime, "device_waits", lambda self: False)
     decisions = kept_and_scheduled(llm, monkeypatch)
     prompts, params = requests(14)

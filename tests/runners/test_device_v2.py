@@ -28,6 +28,7 @@ from tests.integrations.engines import (
     runner_of,
     stats_of,
 )
+from tests.runners.adaptive import schedule_of
 
 pytestmark = pytest.mark.engine
 
@@ -39,10 +40,6 @@ def build_on_device(model, *, budget=False, **engine):
     return build(model, **{"max_num_seqs": 6, **engine_kwargs(budget=budget, **options), **engine})
 
 
-def scheduler_of(llm):
-    return llm.llm_engine.engine_core.engine_core.scheduler
-
-
 def drafter_of(llm):
     return runner_of(llm).speculator.drafter
 
@@ -50,7 +47,7 @@ def drafter_of(llm):
 def test_it_is_scheduled_asynchronously_and_drafts_from_all_its_sources(tiny_model):
     device = build_on_device(tiny_model)
     assert isinstance(runner_of(device).speculator, DeviceSpeculator)
-    assert isinstance(scheduler_of(device), AsyncScheduler)
+    assert isinstance(device.llm_engine.engine_core.engine_core.scheduler, AsyncScheduler)
     for _ in range(2):
         generate(device, mixed_params(8, 1, max_tokens=10))
     counts = drafter_of(device).source_counts()
@@ -148,7 +145,7 @@ def test_drafts_of_the_host_are_verified_at_their_own_lengths(tiny_model):
 def test_k_may_change_from_step_to_step(tiny_model, off, reference_model, monkeypatch):
     """As it does where it follows from what steps take. The schedule counts steps among others of their K."""
     llm = build_on_device(tiny_model, budget=True)
-    schedule, lengths = scheduler_of(llm).dynamic_sd_lookup, lengths_of_drafts(llm)
+    schedule, lengths = schedule_of(llm), lengths_of_drafts(llm)
     assert isinstance(schedule, MeasuredSchedule)
     ks, told, observe = itertools.cycle([0, 3, 1, 0, *[3] * 6, *[1] * 5]), [], schedule.observe
     monkeypatch.setattr(schedule, "choose", lambda num_requests: next(ks))
@@ -183,5 +180,5 @@ def test_while_nothing_is_drafted_nothing_is_verified_and_all_is_learnt(tiny_mod
 def test_synchronous_scheduling_keeps_the_ranges(tiny_model):
     """vLLM verifies as many drafts as there are then, whatever its schedule says."""
     llm = build_on_device(tiny_model, budget=True, async_scheduling=False)
-    assert not isinstance(scheduler_of(llm).dynamic_sd_lookup, MeasuredSchedule)
+    assert not isinstance(schedule_of(llm), MeasuredSchedule)
     assert len(generate(llm, mixed_params(8, 1, max_tokens=10))) == 8
