@@ -228,12 +228,22 @@ def test_few_requests_keep_their_drafts_where_those_of_many_are_cut():
     assert np.mean(np.array(chosen[1001::2]) == 0) > 0.9
 
 
-def test_a_slow_step_is_not_held_against_a_k():
-    schedule = MeasuredSchedule(MOST)
-    for step in range(300):
+@pytest.mark.parametrize("slow", [0.010, 10.0], ids=["", "one step is slow"])
+def test_times_of_long_ago_and_a_slow_step_are_not_held_against_a_k(slow):
+    """During a pause steps become shorter, as with shorter contexts, and drafts right again."""
+    schedule, chosen = MeasuredSchedule(MOST), []
+    for step in range(3000):
         k = schedule[16]
-        schedule.observe(np.full(16, k), np.full(16, k), 10.0 if step == 2 else 0.01)
-        assert step < 40 or k == 7
+        without, more = (0.020, 0.005) if step < 800 else (0.008, 0.002)
+        is_first = step >= 800 and k == 7 and 7 not in chosen[800:]
+        is_right = not 300 <= step < 800
+        schedule.observe(
+            np.full(16, k), np.full(16, min(k, 1) * is_right), slow if is_first else without + more * (k > 0)
+        )
+        chosen.append(k)
+    assert np.mean(np.array(chosen[100:300]) == 7) > 0.9
+    assert np.mean(np.array(chosen[500:800]) == 0) > 0.9
+    assert np.mean(np.array(chosen[2100:]) == 7) > 0.85
 
 
 @pytest.mark.parametrize(
