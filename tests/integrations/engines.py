@@ -13,9 +13,11 @@ import vllm
 from vllm import LLM, SamplingParams
 
 from rollout_spec import engine_kwargs
+from rollout_spec.budget import Budget
 from rollout_spec.drafters.registry import HISTORY_DRAFTER
 from rollout_spec.features.format import SIGNATURE_BITS, TOP_TOKENS, decoded_probabilities, unpack
 from rollout_spec.features.torch import pack_signatures
+from rollout_spec.integrations.vllm.measured_schedule import _Size
 from rollout_spec.noise import host as noise
 from tests.conftest import VOCAB_SIZE
 from tests.drafters.recorder import positions_of
@@ -65,6 +67,17 @@ def build(model, *, max_num_seqs=32, **kwargs):
 def verify_all(**options):
     """Arguments of an engine that verifies every draft, however bad it is."""
     return engine_kwargs(budget=False, **options)
+
+
+def set_step_times(monkeypatch):
+    """Let engines learn the times of a GPU, where drafts pay, and not those of this CPU and of what else it does."""
+    observe = Budget.observe_step
+    monkeypatch.setattr(_Size, "usual_seconds", lambda size, k: 0.01)
+
+    def as_on_a_gpu(budget, num_tokens, seconds, **options):
+        observe(budget, num_tokens, 0.01 + 1e-6 * num_tokens, **{**options, "draft_seconds": 1e-4})
+
+    monkeypatch.setattr(Budget, "observe_step", as_on_a_gpu)
 
 
 def every_draft(k, **options):

@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from rollout_spec import engine_kwargs
 from rollout_spec.integrations.vllm import hooks
-from tests.integrations.engines import build, generate, runner_of, stats_of
+from tests.integrations.engines import build, generate, runner_of, set_step_times, stats_of
 from tests.recurrent import drafter
 
 pytestmark = [
@@ -62,6 +62,7 @@ def test_history_and_its_budget(model, off, monkeypatch):
     """With what a user gets: the second epoch is drafted from the first, and some steps have no draft."""
     said = []
     monkeypatch.setattr(hooks, "say", said.append)
+    set_step_times(monkeypatch)
     llm = build_recurrent(model, **engine_kwargs(drafter="history"))
     line = next(line for line in said if "holds 3 more states of its recurrent layers" in line)
     specs = runner_of(llm).get_kv_cache_spec().values()
@@ -70,7 +71,7 @@ def test_history_and_its_budget(model, off, monkeypatch):
     assert held >= 4 * sum(s.page_size_bytes for s in specs if isinstance(s, MambaSpec))
     check(llm, off)
     check(llm, off)
-    assert stats_of(llm)["accepted_tokens"] > 0  # how many follows from what steps took
+    assert stats_of(llm)["accepted_tokens"] > 0
 
 
 def test_prefix_caching(model, off):

@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from rollout_spec.integrations.vllm import config as engine_config
 from rollout_spec.integrations.vllm import hooks
 from rollout_spec.integrations.vllm.compat import lacks_v2_interfaces
-from tests.integrations.engines import IS_V2, build, stats_of
+from tests.integrations.engines import IS_V2, build, set_step_times, stats_of
 
 pytestmark = pytest.mark.engine
 
@@ -50,6 +50,7 @@ def runner_that_vllm_has(monkeypatch):
 def test_one_variable_is_enough(tiny_model, monkeypatch, framework):
     said = []
     monkeypatch.setattr(hooks, "say", said.append)
+    set_step_times(monkeypatch)
     prompt = {"prompt_token_ids": [1, 4, 9], **({"cache_salt": "version 3"} if framework in WITH_SALTS else {})}
     asked = [SamplingParams(seed=seed, max_tokens=24, logprobs=0, ignore_eos=True) for seed in range(4)]
 
