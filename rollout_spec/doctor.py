@@ -200,14 +200,6 @@ def explain(report: dict[str, Any]) -> str:
     if "global_step" in report:
         made_by.append(f"up to step {report['global_step']}, process 1 of {report['num_processes']}")
     head = f"{', '.join(made_by)}\n{stats['emitted_tokens']:,} tokens in {stats['steps']:,} steps: {summary(report)}"
-    engines = report.get("engines") or ()
-    if len(engines) > 1:
-        pace = {number: tokens / seconds for number, tokens, seconds in engines if seconds}
-        slowest = min(pace, key=lambda number: pace[number])
-        head += (
-            f"\nSums of {len(engines)} engines; sources and history are the first one's. Tokens per second: "
-            f"{min(pace.values()):,.0f} to {max(pace.values()):,.0f}, least in engine {slowest + 1}"
-        )
     parts = [head, _times(stats)]
     title = "Drafted tokens by where they came from, those that the target reached, verified or not"
     rows = [[name, f"{n:,}", f"{right / n:.1%}"] for name, (n, right) in report["sources"].items() if n]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -78,15 +77,7 @@ class SpeculationStats:
     @classmethod
     def between(cls, earlier: Mapping[str, Any], later: Mapping[str, Any]) -> SpeculationStats:
         """What happened between two `to_dict` results of one engine."""
-        return cls(**{name: _entry_by_entry(operator.sub, later[name], earlier[name]) for name in cls.__slots__})
-
-    @classmethod
-    def total(cls, of_engines: Iterable[Mapping[str, Any]]) -> SpeculationStats:
-        """What several engines did, by their `to_dict` results."""
-        sums = cls().to_dict()
-        for stats in of_engines:
-            sums = {name: _entry_by_entry(operator.add, sums[name], stats[name]) for name in cls.__slots__}
-        return cls(**{name: sums[name] for name in cls.__slots__})
+        return cls(**{name: _difference(later[name], earlier[name]) for name in cls.__slots__})
 
     def to_dict(self) -> dict[str, Any]:
         """Counters and derived rates as plain data."""
@@ -111,8 +102,8 @@ def _add_positions(counts: list[int], lengths: list[int]) -> None:
         counts[position] += longer
 
 
-def _entry_by_entry(combine: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
-    """Of numbers, or of lists of them, the shorter of which goes on with zeros."""
-    if isinstance(first, list):
-        return [combine(x, y) for x, y in zip_longest(first, second, fillvalue=0)]
-    return combine(first, second)
+def _difference(later: Any, earlier: Any) -> Any:
+    """Of numbers, or entry by entry of lists, the later of which may be longer."""
+    if isinstance(later, list):
+        return [x - y for x, y in zip_longest(later, earlier, fillvalue=0)]
+    return later - earlier

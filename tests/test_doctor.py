@@ -59,12 +59,6 @@ def test_a_run_is_explained_on_one_page():
     assert text.endswith("What to do - Generate more: 110 steps are too few to judge by, 200 are the least.")
 
 
-def test_the_slowest_of_several_engines_is_named():
-    text = page(a_report(engines=[[0, 600, 2.0], [1, 100, 1.0], [2, 0, 0.0], [3, 900, 3.0]]))
-    assert "Sums of 4 engines; " in text
-    assert "Tokens per second: 100 to 300, least in engine 2 " in text
-
-
 def test_what_is_not_known_is_not_made_up():
     assert summary(a_report(stats=SpeculationStats().to_dict())).endswith("step, no draft verified")
     broken = SpeculationStats(drafter_errors=1).to_dict()

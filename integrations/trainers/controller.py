@@ -28,7 +28,6 @@ from rollout_spec import checks
 from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig
 from rollout_spec.integrations.trainers import logprob_check
 from rollout_spec.integrations.trainers.comparison import Comparison, Measured
-from rollout_spec.integrations.trainers.engines import Engines, Progress
 from rollout_spec.integrations.vllm.compat import plain_weights
 from rollout_spec.integrations.vllm.requests import without_history
 from rollout_spec.noise.host import derive_seed
@@ -98,19 +97,17 @@ class EngineController:
         self._enabled = True
         self._autocast: str | None = None
         self._run_seed = self._replica = self._step = 0
-        self._engines = Engines(0, 1)
         self._num_trainings = self._num_generations = 0  # of this trainer; of this step, evaluations included
         self._has_steps = False  # whether the trainer calls `begin_step`
-        self._first_stats: dict[str, Any] = {}  # the engine's counters when it was attached; since then:
+        self._first_stats: dict[str, Any] = {}  # the engine's counters when it was attached
+        self._last_stats: dict[str, Any] = {}  # and when metrics were last taken; since then:
         self._num_tokens, self._seconds = 0, 0.0
-        self._seen: dict[int, Progress] = {}  # of each engine, when metrics were last taken
 
     def begin_run(
         self,
         *,
         seed: int,
         replica: int = 0,
-        num_replicas: int = 1,
         model: Any = None,
         autocast_dtype: str | None = None,
     ) -> None:
@@ -119,8 +116,6 @@ class EngineController:
         Args:
             seed: The run's, from which the rollouts' seeds derive.
             replica: Number of the engine; the ranks of one tensor-parallel group share it.
-            num_replicas: How many engines the trainer's processes have. With several, metrics and reports of the first
-                count all of them, where torch.distributed is initialised.
             model: The trainer's, a causal language model of transformers. None: log-probabilities are not compared.
             autocast_dtype: What the trainer's forward pass computes in, e.g. "bfloat16"; None: the model's dtype.
         """
@@ -128,7 +123,6 @@ class EngineController:
             raise ValueError(f"this {type(self).__name__} has an engine already: make a new one for each trainer")
         self._run_seed = checks.integer("seed", seed)
         self._replica = checks.integer("replica", replica, 0)
-        self._engines = Engines(replica, checks.integer("num_replicas", num_replicas, 1))
         self.model, self._autocast = model, autocast_dtype
 
     def begin_training(self) -> None:
@@ -197,7 +191,7 @@ class EngineController:
         """
         self.llm = llm
         try:
-            self._first_stats = self.stats()
+            self._first_stats = self._last_stats = self.stats()
         except AttributeError as error:
             self.llm = None
             raise RuntimeError(
@@ -264,8 +258,6 @@ class EngineController:
         self._num_tokens += num_tokens
         if comparison is not None:
             comparison.observe(len(completions), num_tokens, seconds, turn)
-        if self._engines.are_several:
-            self._engines.publish(self._progress())
         return outputs
 
     def _draft_again(self) -> None:
@@ -315,51 +307,34 @@ class EngineController:
         return dict(self._command("stats"))
 
     def report(self) -> dict[str, Any]:
-        """What `rollout-spec doctor` explains, once it is written as JSON. Counters are those of all engines."""
-        engines, measured = self._all_engines(), self.measured()
+        """What `rollout-spec doctor` explains, once it is written as JSON."""
+        measured = self.measured()
         return {
             **self._command("report"),
-            "stats": SpeculationStats.total(engine.stats for engine in engines.values()).to_dict(),
-            "engines": [[number, engine.num_tokens, engine.seconds] for number, engine in sorted(engines.items())],
+            "stats": SpeculationStats.between(self._first_stats, self.stats()).to_dict(),
             "measured": None if measured is None else measured._asdict(),
         }
 
     def take_metrics(self) -> dict[str, float]:
-        """`rollout_spec/*` metrics since the last call; empty when nothing was generated since.
-
-        In the first of several processes those of all engines: sums, but of generations' time and memory the most.
-        """
+        """`rollout_spec/*` metrics since the last call; empty when nothing was generated since."""
         if self.llm is None:
             return {}
-        now = self._all_engines()
-        new = [engine.since(self._seen.get(number)) for number, engine in now.items()]
-        stats = SpeculationStats.total(engine.stats for engine in new)
+        now = self.stats()
+        stats = SpeculationStats.between(self._last_stats, now)
         if not stats.steps:
             return {}
         metrics = {
-            "tokens": sum(engine.num_tokens for engine in new),
-            "generation_seconds": max(engine.seconds for engine in new),
-            "drafter_mbytes": max(engine.drafter_bytes for engine in new) / 1e6,
-            "policy_version": now[self._replica].policy_version,
-            "engines": len(new),
+            "tokens": self._num_tokens,
+            "generation_seconds": self._seconds,
+            "drafter_mbytes": now["drafter_bytes"] / 1e6,
+            "policy_version": now["policy_version"],
         }
-        self._seen = now
+        self._last_stats, self._num_tokens, self._seconds = now, 0, 0.0
         measured = self.measured()
         if measured is not None:
             values = dict(zip(MEASURED, measured, strict=True))
             metrics |= {name: value for name, value in values.items() if value is not None}
         return as_metrics(stats, (*RATES, *TIMES, "drafter_errors"), metrics)
-
-    def _progress(self) -> Progress:
-        """Of this process's engine."""
-        now = self.stats()
-        stats = SpeculationStats.between(self._first_stats, now).to_dict()
-        return Progress(stats, self._num_tokens, self._seconds, now["drafter_bytes"], now["policy_version"])
-
-    def _all_engines(self) -> dict[int, Progress]:
-        """By their numbers; where this process is not the first, its own alone."""
-        others = self._engines.others() if self._replica == 0 and self._engines.are_several else {}
-        return {self._replica: self._progress(), **others}
 
 
 def as_metrics(stats: SpeculationStats, names: Iterable[str], more: Mapping[str, float]) -> dict[str, float]:

@@ -74,13 +74,7 @@ class PPORollouts(TrainerCallback):
             raise ValueError("each process of PPOTrainer has an engine of its own: leave out tensor_parallel_size")
         rank, local_rank = accelerator.process_index, accelerator.local_process_index
         autocast = {"bf16": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision)
-        generator.begin_run(
-            seed=args.seed,
-            replica=rank,
-            num_replicas=accelerator.num_processes,
-            model=self.policy,
-            autocast_dtype=autocast,
-        )
+        generator.begin_run(seed=args.seed, replica=rank, model=self.policy, autocast_dtype=autocast)
         # vLLM's "external_launcher" takes the process's place from the environment, and keeps the model in the process.
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(accelerator.num_processes))
         ensure_master_addr_port()

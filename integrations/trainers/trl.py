@@ -87,9 +87,9 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
             raise ValueError("RolloutSpecGenerator needs a trainer that generates with vLLM: set use_vllm=True")
         # A trainer with a server ignores this setting, which may then be more than its own processes.
         ranks_per_engine = min(getattr(args, "vllm_tensor_parallel_size", 1), args.world_size)
-        replica, num_replicas = args.process_index // ranks_per_engine, args.world_size // ranks_per_engine
+        replica = args.process_index // ranks_per_engine
         autocast = "bfloat16" if getattr(args, "bf16", False) else "float16" if getattr(args, "fp16", False) else None
-        self.begin_run(seed=args.seed, replica=replica, num_replicas=num_replicas, model=model, autocast_dtype=autocast)
+        self.begin_run(seed=args.seed, replica=replica, model=model, autocast_dtype=autocast)
         _warn_of_truncation(args)
         if self._server_url is None:
             if self._keeps_history_beside_checkpoints:
