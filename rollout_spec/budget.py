@@ -30,26 +30,16 @@ RECENT_STEPS = 5
 steps longer, never shorter."""
 MIN_OBSERVATIONS = 3
 """With fewer steps without drafts, what one costs is not known."""
-MAX_PROBES = 8
-"""After MAX_PROBES steps in a row whose cost without drafts is not known, it is guessed from other sizes."""
 MAX_UNDRAFTED_TRUST = 128
 """Most steps after which one without drafts is measured again."""
-TRUST, LONGEST_TRUST, MOST_PATIENCE = 8, 2048, 4.0
-"""Trust a cost that was measured n times, and is p times that of a step without drafts, for TRUST (n p)^2 steps, with p
-at most MOST_PATIENCE and never for longer than LONGEST_TRUST. After that its excess over a step without drafts shrinks
-to nothing in as many steps again. So every size is tried again, and an expensive one ever less often."""
-FRESH_STEPS = 512
-"""A size costs no more than a larger one that was measured in the last FRESH_STEPS steps."""
-GROWTH = 4
-"""Try at most GROWTH times the draft tokens of the largest step so far; at first, GROWTH per token of the step."""
-WIDE_GAP, STEEP_GAP = 4, 0.25
-"""Between two numbers of draft tokens that differ by more than this factor, and in cost by more than this part of a
-step without drafts, one in the middle is worth a try."""
-LEAST_COST = 0.005
-"""Least cost of a draft token, as a share of a request's in a step without drafts, so that hopeless drafts stop."""
-NEW_SIZE_COST, LARGEST_SIZE = 0.3, 8192
-"""A number of tokens that no step has had is charged this share of a step without drafts, less after FRESH_STEPS steps.
-Numbers above LARGEST_SIZE count as one."""
+TRUST, ONCE, MOST_PATIENCE, LONGEST_TRUST = 12, 0.25, 4.0, 3072
+"""Trust a cost that was measured n times, and is p times that of a step without drafts, for TRUST ((n - 1 + ONCE) p)^2
+steps, with p at most MOST_PATIENCE, and never for longer than LONGEST_TRUST. After that it is taken to be that of a
+step without drafts. So every size is tried again: soon if its only step may have been held up, an expensive one ever
+less often."""
+NEW_SIZE_COST, FRESH_STEPS, LARGEST_SIZE = 0.3, 512, 8192
+"""A number of tokens that no step has had is charged this share of a step without drafts, less after FRESH_STEPS steps:
+a CPU makes kernels for it. Numbers above LARGEST_SIZE count as one."""
 LONGEST_SLEEP = 32
 """Most steps in a row in which a drafter whose drafts do not pay is not asked."""
 RECENT_DRAFTS = 32
@@ -58,9 +48,8 @@ AVERAGE_WEIGHT = 1 / 32
 """Weight of the last step in averages."""
 JUDGED_STEPS, PRIOR_TOKENS = 256, 4.0
 """Compare confidence with what was accepted in about the last JUDGED_STEPS steps, and PRIOR_TOKENS that were right."""
-TOKENS, SECONDS, LAST, COUNT, KEPT = range(5)
-"""What is known of a size: its cost, the last step of it, how many there were, and how many of these were not the first
-ones of their number of tokens."""
+TOKENS, SECONDS, LAST, COUNT = range(4)
+"""What is known of a size: its cost, the last step of it, and how many there were."""
 
 
 @njit(allocates=False)
@@ -113,9 +102,8 @@ class StepCost:
     """Seconds of an engine step by the tokens it computes, with and without drafts, from the steps themselves.
 
     Steps without drafts may be scheduled and run in other ways than those with, and have a curve of their own. Between
-    sizes cost is interpolated. The first step of each number of tokens may take several times as long as the next ones,
-    because kernels for that size are made then: it counts only until there is another. All of it follows from the
-    observations alone: ranks that observe the same decide the same.
+    sizes cost is interpolated. All of it follows from the observations alone: ranks that observe the same decide the
+    same.
     """
 
     def __init__(self) -> None:
@@ -137,7 +125,7 @@ class StepCost:
         # The most tokens of each bucket: what steps are padded to, then quarters of octaves.
         quarters = sorted({int(2 ** (n / 4)) for n in range(4 * 20)})
         self._limits = [*self._sizes.tolist(), *(limit for limit in quarters if limit > max(sizes, default=0))]
-        self._known = np.zeros((2, 5, len(self._limits)))  # without drafts, with; TOKENS, SECONDS, ...
+        self._known = np.zeros((2, 4, len(self._limits)))  # without drafts, with; TOKENS, SECONDS, ...
         self._recent = np.zeros((2, len(self._limits), RECENT_STEPS, 2))  # tokens, seconds
         self._is_new = np.ones(LARGEST_SIZE + 1, np.bool_)  # numbers of tokens that no step has had
 
@@ -152,18 +140,13 @@ class StepCost:
         self._now += 1
         padded = self._pad(num_tokens)
         known, recent = (values[int(drafted)] for values in (self._known, self._recent))
-        bucket, size = self._bucket(num_tokens), min(padded, LARGEST_SIZE)
-        is_first, self._is_new[size] = self._is_new[size], False
-        known[LAST, bucket] = self._now
-        known[COUNT, bucket] += 1
-        kept = int(known[KEPT, bucket])
-        if is_first and kept:
-            return
-        recent[bucket, kept % RECENT_STEPS] = padded, seconds
+        self._is_new[min(padded, LARGEST_SIZE)] = False
+        bucket = self._bucket(num_tokens)
+        count = int(known[COUNT, bucket])
+        recent[bucket, count % RECENT_STEPS] = padded, seconds
         # By seconds per token, which can be compared between the numbers of tokens that share a bucket.
-        steps = sorted(recent[bucket, : min(kept + 1, RECENT_STEPS)].tolist(), key=lambda step: step[1] / step[0])
-        known[:LAST, bucket] = steps[len(steps) // 4]
-        known[KEPT, bucket] += not is_first
+        steps = sorted(recent[bucket, : min(count + 1, RECENT_STEPS)].tolist(), key=lambda step: step[1] / step[0])
+        known[:, bucket] = *steps[len(steps) // 4], self._now, count + 1
 
     def is_awaited(self, num_tokens: int, *, drafted: bool) -> bool:
         """Whether the next decisions need to know what such a step took: it was measured rarely, or long ago. O(log).
@@ -172,7 +155,7 @@ class StepCost:
             num_tokens, drafted: As `observe` will be told.
         """
         if not drafted:
-            return self.undrafted(num_tokens)[2]
+            return self.undrafted(num_tokens)[1]
         known = self._known[1, :, self._bucket(num_tokens)]
         return bool(self._now > known[LAST] + known[COUNT] ** 2 or not known[COUNT])
 
@@ -182,16 +165,15 @@ class StepCost:
         tokens, seconds = curve[:2, : _draw(self._known[int(drafted)], self._now, 0, 0, 0.0, curve)]
         return tokens, seconds
 
-    def undrafted(self, num_tokens: int) -> tuple[float, bool, bool]:
+    def undrafted(self, num_tokens: int) -> tuple[float, bool]:
         """What a step without drafts costs. O(sizes).
 
         Returns:
-            (seconds, 0 before the first such step; whether steps of half to four times the padded size were measured,
-            or it is a guess; whether it is time to measure steps of about this size again).
+            (seconds, 0 before the first such step; whether it is time to measure steps of about this size).
         """
-        return _undrafted(self._known, self._now, num_tokens, self._pad(num_tokens), self._new_curve())  # type: ignore[no-any-return]
+        return _undrafted(self._known, self._now, self._pad(num_tokens), self._new_curve())  # type: ignore[no-any-return]
 
-    def drafted(self, num_requests: int, num_tokens: int, undrafted: float, cost: Floats) -> tuple[int, float, bool]:
+    def drafted(self, num_requests: int, num_tokens: int, undrafted: float, cost: Floats) -> tuple[float, bool]:
         """What draft tokens gain and cost: see `Budget.costs`. O(sizes + draft tokens).
 
         Args:
@@ -199,7 +181,7 @@ class StepCost:
             cost: float64 [>= 1], filled.
 
         Returns:
-            (how many draft tokens should be tried at most, seconds that a token less saves, whether any cost is known).
+            (seconds that a token less saves, whether any cost of drafts is known).
         """
         return _price(  # type: ignore[no-any-return]
             self._known, self._now, self._sizes, self._is_new, num_requests, num_tokens, undrafted, self._new_curve(),
@@ -219,20 +201,14 @@ class StepCost:
 
 
 @njit(allocates=False)
-def _believed(seconds: float, kept: float, age: float, base: float) -> float:
-    """How much of a size's cost is believed, `age` steps after the last step of that size; see TRUST.
+def _is_trusted(seconds: float, count: float, age: float, base: float) -> bool:
+    """Whether a size's cost is believed, `age` steps after the last of `count` steps of that size; see TRUST.
 
     Args:
-        kept: How often it was measured. 0: only by the first step of a number of tokens, half of which counts.
         base: Seconds of a step without drafts.
     """
-    if kept == 0.0:
-        seconds /= 2.0
-    if seconds <= base:
-        return seconds
-    patience = max(kept, 0.5) * min(seconds / base, MOST_PATIENCE)
-    trust = min(TRUST * patience**2, LONGEST_TRUST)
-    return base + (seconds - base) * min(max(2.0 - (age + 1.0) / trust, 0.0), 1.0)
+    patience = (count - 1.0 + ONCE) * min(seconds / base, MOST_PATIENCE)
+    return seconds <= base or age < min(TRUST * patience**2, LONGEST_TRUST)
 
 
 @njit(allocates=False)
@@ -240,8 +216,8 @@ def _draw(known: Floats, now: int, above: int, n: int, base: float, curve: Float
     """Add the sizes of more than `above` tokens to a curve of `n`. Sizes rise, costs never fall.
 
     Args:
-        known: float64 [5, buckets], of `StepCost`.
-        base: Seconds of a step without drafts, by which old costs shrink; 0: they do not.
+        known: float64 [4, buckets], of `StepCost`.
+        base: Seconds of a step without drafts, which old costs become; 0: they do not.
         curve: float64 [2, > buckets], filled with each size's tokens and seconds.
 
     Returns:
@@ -256,13 +232,9 @@ def _draw(known: Floats, now: int, above: int, n: int, base: float, curve: Float
         tokens, seconds = known[TOKENS, bucket], known[SECONDS, bucket]
         if known[COUNT, bucket] > 0.0 and tokens > above:
             at -= 1
-            age = now - known[LAST, bucket]
-            if age < FRESH_STEPS:  # a larger step that took less: the smaller ones were held up
-                least = min(least, seconds)
-            seconds = min(seconds, least)
-            if base > 0.0:
-                seconds = _believed(seconds, known[KEPT, bucket], age, base)
-            curve[0, at], curve[1, at] = tokens, seconds
+            least = min(least, seconds)  # a larger step that took less: the smaller ones were held up
+            is_old = base > 0.0 and not _is_trusted(least, known[COUNT, bucket], now - known[LAST, bucket], base)
+            curve[0, at], curve[1, at] = tokens, base if is_old else least
     for i in range(max(n, 1), end):
         curve[1, i] = max(curve[1, i], curve[1, i - 1])
     return end
@@ -283,50 +255,35 @@ def _slope(first: int, last: int, curve: Floats) -> float:
 
 
 @njit(allocates=False)
-def _undrafted(known: Any, now: int, num_tokens: int, padded: int, curve: Floats) -> tuple[float, bool, bool]:
+def _undrafted(known: Any, now: int, padded: int, curve: Floats) -> tuple[float, bool]:
     """See `StepCost.undrafted`."""
-    count, last, total, is_near = 0.0, 0.0, 0.0, False
+    total, count, last = 0.0, 0.0, 0.0
     for bucket in range(known.shape[2]):
-        tokens = known[0, TOKENS, bucket]
         total += known[0, COUNT, bucket]
-        is_near |= padded / 2 <= tokens <= 4 * padded
-        if padded / 2 <= tokens <= 2 * padded:
+        if padded / 2 <= known[0, TOKENS, bucket] <= 2 * padded:
             count += known[0, COUNT, bucket]
             last = max(last, known[0, LAST, bucket])
-    is_due = now >= last + min(4 * count**2, MAX_UNDRAFTED_TRUST)
-    n = _draw(known[1], now, num_tokens - 1, 0, 0.0, curve)
-    larger, slope = (curve[1, 0] if n else math.inf), _slope(0, n - 1, curve)
+    is_due = total < MIN_OBSERVATIONS or now >= last + min(4 * count**2, MAX_UNDRAFTED_TRUST)
     n = _draw(known[0], now, 0, 0, 0.0, curve)
     if n == 0:
-        return 0.0, False, is_due
+        return 0.0, is_due
     at = 0
     while at < n and curve[0, at] < padded:
         at += 1
-    seconds = _interpolate(padded, at, n, curve)
-    if n == 1:  # what a token more costs is known from the steps with drafts
-        seconds += slope * (padded - curve[0, 0])
-    seconds = min(seconds, larger)  # one with drafts that took less: other work slowed those without
-    return max(seconds, 1e-9), is_near and total >= MIN_OBSERVATIONS, is_due
+    return max(_interpolate(padded, at, n, curve), 1e-9), is_due
 
 
 @njit(allocates=False)
 def _price(
     known: Any, now: int, sizes: Ints, is_new: Any, num_requests: int, num_tokens: int, undrafted: float,
     curve: Floats, cost: Floats,
-) -> tuple[int, float, bool]:  # fmt: skip
+) -> tuple[float, bool]:  # fmt: skip
     """See `StepCost.drafted`."""
     curve[0, 0], curve[1, 0] = num_tokens, undrafted
     n = _draw(known[1], now, num_tokens, 1, undrafted, curve)
-    most = min(cost.size - 1, int(GROWTH * max(curve[0, n - 1] - num_tokens, num_tokens)))
-    untried, above, before = 0, 0.0, 1.0
-    for i in range(1, n):
-        extra = curve[0, i] - num_tokens
-        if untried == 0 and extra > WIDE_GAP * before and curve[1, i] - curve[1, i - 1] > STEEP_GAP * undrafted:
-            untried, above = round(math.sqrt(before * extra)), curve[0, i]
-        before = extra
     new_size_cost = NEW_SIZE_COST * undrafted * min(FRESH_STEPS / max(now, 1), 1.0)
     cost[0], at, size = 0.0, 0, 0
-    for i in range(1, most + 1):
+    for i in range(1, cost.size):
         padded = num_tokens + i
         while size < sizes.size and sizes[size] < padded:
             size += 1
@@ -334,13 +291,11 @@ def _price(
             padded = sizes[size]
         while at < n and curve[0, at] < padded:
             at += 1
-        cost[i] = max(_interpolate(padded, at, n, curve) - undrafted, i * LEAST_COST * undrafted / num_requests)
+        cost[i] = max(_interpolate(padded, at, n, curve) - undrafted, 0.0)
         cost[i] += is_new[min(padded, LARGEST_SIZE)] * new_size_cost
-        if i == untried and padded < above:
-            cost[i] = max(curve[1, max(at - 1, 0)] - undrafted, 0.0)
     # What a token more costs, as far as is known, is not saved for those of prompts.
     per_token = min(max(_slope(0, n - 1, curve), 0.0), undrafted / num_tokens)
-    return most, (undrafted - per_token * (num_tokens - num_requests)) / num_requests, n > 1
+    return (undrafted - per_token * (num_tokens - num_requests)) / num_requests, n > 1
 
 
 class Budget:
@@ -363,7 +318,6 @@ class Budget:
         self._draft_seconds = 0.0  # their lower decile
         self._balance = 0.0  # what drafts gain in a step less what drafting takes, on average
         self._undrafted = 0.0  # what the present step costs without drafts
-        self._num_probes = 0  # in a row
         self._steps_to_skip = 0
         self._last_pause = 0
 
@@ -408,7 +362,7 @@ class Budget:
     def wants_drafts(self, num_tokens: int) -> bool:
         """Whether to ask the drafter in this step. Where drafts do not pay for it, it is asked ever less often. O(1).
 
-        Nor is it asked where the cost of such a step without drafts is not known, or was last seen long ago.
+        Nor is it asked where the cost of such a step without drafts was never seen, or long ago.
 
         Args:
             num_tokens: Tokens that the step computes without drafts: one per request, and those of prompts.
@@ -416,9 +370,8 @@ class Budget:
         if self._steps_to_skip > 0:
             self._steps_to_skip -= 1
             return False
-        self._undrafted, is_known, is_due = self.cost.undrafted(num_tokens)
-        self._num_probes = 0 if is_known else self._num_probes + 1
-        return not is_due if is_known else self._undrafted > 0.0 and self._num_probes > MAX_PROBES
+        self._undrafted, is_due = self.cost.undrafted(num_tokens)
+        return not is_due
 
     def costs(self, num_requests: int, num_tokens: int, max_draft_tokens: int) -> tuple[float, Floats]:
         """What draft tokens gain and cost in a step for which `wants_drafts` said True. O(max_draft_tokens).
@@ -432,8 +385,8 @@ class Budget:
             `value` and `cost` of `allocate`.
         """
         cost = np.empty(max_draft_tokens + 1)
-        most, value, self._is_known = self.cost.drafted(num_requests, num_tokens, self._undrafted, cost)
-        return value, cost[: most + 1]
+        value, self._is_known = self.cost.drafted(num_requests, num_tokens, self._undrafted, cost)
+        return value, cost
 
     def note(self, num_requests: int, gain: float) -> None:
         """Remember whether drafts paid. A loss does not count while no cost of drafts is known.

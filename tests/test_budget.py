@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_spec.budget import (
-    FRESH_STEPS,
-    MAX_PROBES,
+    LONGEST_SLEEP,
     MIN_OBSERVATIONS,
     NEW_SIZE_COST,
     NUM_BINS,
@@ -112,7 +111,7 @@ def test_a_drafter_must_gain_what_it_takes_after_its_slots_are_paid(drafted_seco
         for _ in range(1500)
     ]
     assert (sum(asked[-500:]) > 250) == often
-    assert often or sum(asked[-500:]) < 100
+    assert often or 500 // (LONGEST_SLEEP + 2) <= sum(asked[-500:]) < 100
 
 
 def test_a_drafter_that_compiles_at_first_is_not_given_up():
@@ -176,7 +175,7 @@ def test_dear_steps_are_tried_again():
 
 def test_each_size_is_looked_at():
     """Phases begin with 64 requests and end with 4, whose first steps without drafts were slow: that is found out."""
-    budget, drafted, slow = Budget(), [], MIN_OBSERVATIONS
+    budget, drafted, slow = Budget(), [], 2
     for _ in range(12):
         for size in [64] * 200 + [4] * 300:
             taken = 0
@@ -267,60 +266,16 @@ def test_a_step_of_a_padded_size_is_new_once():
     assert costs[1:].max() < NEW_SIZE_COST / 2
 
 
-def test_the_first_drafts_are_verified_up_to_four_tokens_each():
-    budget, confidence = Budget(), np.full((16, 8), 0.6)
-    taken = [step(budget, confidence, lambda n: 1.0 + n / 128, 8)[1] for _ in range(20)]
-    assert taken[MIN_OBSERVATIONS] == 64
-    assert max(taken) == 128
-
-
-def test_sizes_unlike_all_before_are_guessed():
-    """Eight times as many tokens in every step."""
-    budget, asked = Budget(), []
-    for n in range(MAX_PROBES + 6):
-        asked.append(budget.wants_drafts(8**n))
-        budget.observe_step(8**n, 1.0 + 8**n / 100, drafted=False)
-    assert not any(asked[:MAX_PROBES])
-    assert all(asked[MAX_PROBES + 1 :])
-
-
 # -- what steps cost ----------------------------------------------------------------------------------------------
 
 
-def undrafted(cost, num_tokens):
-    """Seconds of a step without drafts, None if they are a guess."""
-    seconds, is_known, _ = cost.undrafted(num_tokens)
-    return seconds if is_known else None
-
-
 def test_a_curve_never_falls():
-    """A larger step that took less shows that a smaller one was held up, unless that was long ago."""
+    """A larger step that took less shows that a smaller one was held up."""
     cost = StepCost()
     for n, seconds in ((10, 1.0), (20, 3.0), (40, 2.0), (80, 4.0)):
         for _ in range(MIN_OBSERVATIONS):
             cost.observe(n, seconds, drafted=True)
     assert cost.curve(drafted=True)[1].tolist() == [1.0, 2.0, 2.0, 4.0]
-    for _ in range(FRESH_STEPS):
-        cost.observe(20, 3.0, drafted=True)
-    assert cost.curve(drafted=True)[1].tolist() == [1.0, 3.0, 3.0, 4.0]
-
-
-def test_steps_without_drafts_cost_no_more_than_larger_ones_with():
-    cost = StepCost()
-    for _ in range(MIN_OBSERVATIONS + 1):
-        cost.observe(8, 3.0, drafted=False)  # at a bad time
-        cost.observe(16, 1.5, drafted=True)
-    assert undrafted(cost, 8) == 1.5
-
-
-def test_the_first_step_of_a_size_counts_only_until_there_is_another():
-    cost = StepCost()
-    cost.observe(20, 16.0, drafted=True)
-    assert cost.curve(drafted=True)[1].tolist() == [16.0]
-    cost.observe(20, 6.5, drafted=True)
-    assert cost.curve(drafted=True)[1].tolist() == [6.5]
-    cost.observe(22, 15.0, drafted=True)  # of about the same size, and its first step
-    assert cost.curve(drafted=True)[1].tolist() == [6.5]
 
 
 def test_drafts_that_were_wrong_are_tried_again_when_the_policy_has_changed():

@@ -15,6 +15,7 @@ from rollout_spec.drafters import build_drafter
 from rollout_spec.estimate.costs import EngineCost
 from rollout_spec.estimate.phases import simulate, sum_up
 from rollout_spec.estimate.recorded import Rollout, by_problem
+from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 
 FLAT = EngineCost(np.array([1.0, 2.0]), np.array([1.0, 1.0]))
 STEEP = EngineCost(np.array([1.0, 2.0]), np.array([1.0, 2.0]))
@@ -70,6 +71,11 @@ def test_the_budget_pays_where_tokens_are_free_and_stays_out_where_they_are_not(
         else:
             assert ours.seconds < 1.02 * none.seconds
             assert always[-1].seconds > 1.2 * none.seconds
+
+
+def test_where_the_scheduler_chooses_k_all_requests_have_as_many_whatever_was_found():
+    steps = run(MeasuredSchedule([4] * 5), FLAT, phase_rollouts())
+    assert {step.num_draft_tokens / step.num_requests for step in steps} == {0, 4}
 
 
 def test_a_step_takes_what_its_requests_cost_and_more_than_the_host():
