@@ -378,10 +378,11 @@ def test_unfinished_prompts_get_no_draft():
     assert (rates == 0).all()
 
 
-def test_a_finished_rollout_ends_where_the_engine_ended_it():
+@pytest.mark.parametrize("prompt", [[7, 8], [7, 8] * 20])
+def test_a_finished_rollout_ends_where_the_engine_ended_it(prompt):
     """The engine samples past the end; stop tokens do not count before min_tokens, nor in the prompt."""
     engine = Engine()
-    keep = engine.start([7, 8])
+    keep = engine.start(prompt)
     cases = {
         (): [1, 9, 2, 9, 3],
         ((9,),): [1, 9],
@@ -394,7 +395,7 @@ def test_a_finished_rollout_ends_where_the_engine_ended_it():
         ((), 0, 4): [1, 9, 2, 9],
     }
     for trim in cases:
-        request = engine.start([7, 8])
+        request = engine.start(prompt)
         engine.commit(request, [1, 9, 2, 9, 3])
         names = ("stop_token_ids", "min_tokens", "max_tokens")
         engine.stop(request, **dict(zip(names, trim, strict=False)))
