@@ -1,14 +1,14 @@
 """Speculative decoding of any target: the whole system on one page.
 
-The engine's model runners do the same around vLLM's forward pass: they call the same verifier, `verify`, and the same
-drafting, `Drafting.draft` and `Drafting.learn`. In `estimate/recorded.py` recorded rollouts are the target.
+The engine's model runners do the same around vLLM's forward pass: they call the same verifier, `verify_rows`, and the
+same drafting, `Drafting.draft` and `Drafting.learn`. In `estimate/recorded.py` recorded rollouts are the target.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rollout_spec.budget import Budget
 from rollout_spec.drafters.base import Drafter, Tokens
+from rollout_spec.drafters.host.requests import UNLIMITED
 from rollout_spec.drafters.host.step import NO_FEATURES, Learned, Sampled
 from rollout_spec.drafting import Drafting
 from rollout_spec.features.format import Features
@@ -23,8 +24,6 @@ from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Float32Array, SamplingBatch
 
 LogitsFunction = Callable[[list[list[int]]], Float32Array]
 """contexts (token lists) -> next-token logits, float32 [len(contexts), vocabulary]."""
-UNLIMITED = 1 << 31
-"""Output tokens, where nothing bounds them; tokens of a vocabulary and of a context that nothing is known of."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,12 +47,6 @@ class RequestState:
     temperature: float = 1.0
     stop_token_id: int | None = None
     problem_id: int | None = None
-    logprobs: list[float] = field(default_factory=list)
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        """The tokens generated so far."""
-        return self.token_ids[self.num_prompt_tokens :]
 
 
 class Targets(NamedTuple):
@@ -62,8 +55,6 @@ class Targets(NamedTuple):
     token_ids: NDArray[np.int64]
     """int64 [N]. PLACEHOLDER_TOKEN_ID where the target has no sample: after the first difference from a draft, and
     after its end."""
-    logprobs: Float32Array | None = None
-    """float32 [N]."""
     features: Features = NO_FEATURES
     """int64 [N, FEATURE_WORDS], what the target saw at these rows; of length 0 where it is not known."""
 
@@ -173,8 +164,6 @@ class Decoder:
         kept, is_complete = (table.num_tokens[rows] - first).tolist(), table.is_complete[rows].tolist()
         for i, request in enumerate(requests):
             request.token_ids.extend(output[i, : kept[i]].tolist())
-            if targets.logprobs is not None:
-                request.logprobs.extend(targets.logprobs[starts[i] : starts[i] + kept[i]].tolist())
             self._room[request.req_id] = 0
             if is_complete[i]:
                 self.stop(request)
@@ -231,30 +220,32 @@ class LogitsTarget:
         """
         import torch  # replays do without it
 
-        from rollout_spec.verify.api import verify
+        from rollout_spec.verify.api import verify_rows
+        from rollout_spec.verify.layout import lay_out
 
         contexts = [
             r.token_ids + draft[:n] for r, draft in zip(requests, drafts, strict=True) for n in range(len(draft) + 1)
         ]
-        result = verify(
+        rows = SamplingBatch(
+            temperature=torch.tensor([r.temperature for r in requests], dtype=torch.float32),
+            seeds=torch.tensor([r.seed if r.temperature > 0 else 0 for r in requests]),
+            positions=torch.tensor([len(r.token_ids) - 1 for r in requests]),
+        )
+        lengths = [len(draft) for draft in drafts]
+        draft_token_ids = torch.tensor([token for draft in drafts for token in draft], dtype=torch.int32)
+        result = verify_rows(
             torch.from_numpy(self._logits(contexts)),
-            torch.tensor([token for draft in drafts for token in draft], dtype=torch.int32),
-            torch.tensor([len(draft) for draft in drafts]).cumsum(0),
-            SamplingBatch(
-                temperature=torch.tensor([r.temperature for r in requests], dtype=torch.float32),
-                seeds=torch.tensor([r.seed for r in requests]),
-                positions=torch.tensor([len(r.token_ids) - 1 for r in requests]),
-            ),
+            lay_out(torch.tensor(lengths).cumsum(0), draft_token_ids, rows),
             method=self._method,
-            logprobs_mode="processed_logprobs",
             after_difference=True,
+            max_draft_tokens=max(lengths),
         )
         last = result.output_token_ids.gather(1, result.num_accepted.long()[:, None])
         if num_invalid := int((last == PLACEHOLDER_TOKEN_ID).sum()):
             raise FloatingPointError(
                 f"{num_invalid} rows of logits are NaN, +inf or all -inf, and nothing can be sampled from them"
             )
-        return Targets(result.target_token_ids.numpy(), result.logprobs.numpy())
+        return Targets(result.target_token_ids.numpy())
 
 
 def generate(

@@ -29,8 +29,6 @@ from rollout_spec.integrations.vllm.requests import request_options
 from rollout_spec.integrations.vllm.weights import WeightWatch
 from rollout_spec.noise import host as noise
 from rollout_spec.stats import SpeculationStats
-from rollout_spec.types import SamplingBatch
-from rollout_spec.verify.api import verify
 from tests.test_doctor import a_report
 
 NAN, INF = math.nan, math.inf
@@ -62,18 +60,6 @@ def command(*words):
 
 def variable(text):
     return read_environment({"ROLLOUT_SPEC": text})
-
-
-def check(logits=None, drafts=None, cu=None, rows=None, **more):
-    """Verify two drafts of one request and one of another."""
-    vectors = {"temperature": [1.0, 0.0], "seeds": [1, 2], "positions": [5, 6]}
-    return verify(
-        torch.linspace(-1, 1, 25).view(5, 5) if logits is None else logits,
-        torch.tensor([4, 4, 1]) if drafts is None else drafts,
-        torch.tensor([2, 3]) if cu is None else cu,
-        SamplingBatch(**{**{name: torch.tensor(values) for name, values in vectors.items()}, **(rows or {})}),
-        **more,
-    )
 
 
 def generator(**options):
@@ -152,34 +138,6 @@ CALLS = [
     # Noise.
     (lambda: noise.derive_seed("run", None), "parts of derive_seed must be integers and strings, got None"),
     (lambda: noise.derive_seed(True), "parts of derive_seed must be integers and strings, got True"),
-    # Verification.
-    (lambda: check(logits=torch.zeros(4, 5)), "logits must be a tensor [5, 5] of"),
-    (lambda: check(logits=torch.zeros(5, 0)), "there must be a request and a token, got logits of shape [5, 0]"),
-    (lambda: check(logits=torch.zeros(5, 5, dtype=torch.int32)), "logits must be a tensor [5, 5] of"),
-    (lambda: check(drafts=torch.zeros(3)), "draft_token_ids must be a tensor [3] of torch.int32 or torch.int64 on cpu"),
-    (lambda: check(cu=torch.tensor([2, 3]).double()), "cu_num_draft_tokens must be a tensor [2] of"),
-    (lambda: check(cu=torch.tensor([3])), "logits must be a tensor [4, 5] of"),
-    (lambda: check(cu=torch.tensor([3, 2])), "cu_num_draft_tokens must rise to the number of drafted tokens, 3, got"),
-    (
-        lambda: check(
-            torch.zeros(6, 5),
-            cu=torch.tensor([2**63 - 1, -2, 3]),  # whose differences wrap to lengths of at least 0
-            rows={"temperature": torch.ones(3), "seeds": torch.arange(3), "positions": torch.arange(3)},
-        ),
-        "cu_num_draft_tokens must rise to the number of drafted tokens, 3, got",
-    ),
-    (lambda: check(rows={"temperature": torch.ones(3)}), "rows.temperature must be a tensor [2] of"),
-    (lambda: check(rows={"seeds": torch.ones(2)}), "rows.seeds must be a tensor [2] of torch.int64 on cpu, got"),
-    (lambda: check(rows={"seeds": None}), "rows.seeds must be a tensor [2] of torch.int64 on cpu, got None"),
-    (lambda: check(rows={"positions": torch.ones(1).long()}), "rows.positions must be a tensor [2] of"),
-    (lambda: check(rows={"top_k": torch.ones(2)}), "rows.top_k must be a tensor [2] of"),
-    (lambda: check(rows={"top_p": torch.ones(2, dtype=torch.int32)}), "rows.top_p must be a tensor [2] of"),
-    (lambda: check(rows={"min_p": torch.ones(2, device="meta")}), "on cpu, got torch.float32 [2] on meta"),
-    (lambda: check(method="ratio"), "method must be one of ('sample', 'rejection'), got 'ratio'"),
-    (lambda: check(draft_probs=torch.ones(3, 5)), 'draft_probs would be ignored by method="sample": pass None or use'),
-    (lambda: check(draft_probs=torch.ones(2, 5), method="rejection"), "draft_probs must be a tensor [3, 5] of"),
-    (lambda: check(logprobs_mode="raw"), "logprobs_mode must be one of ('raw_logprobs', 'processed_logprobs'), got"),
-    (lambda: verify(torch.zeros(5, 5), torch.tensor([4, 4, 1]), torch.tensor([2, 3]), None), "rows must be a"),
 ]
 
 
@@ -242,10 +200,6 @@ def test_a_call_of_a_drafter_that_is_refused_changes_nothing(call, message):
         lambda: controller(logprob_tolerance=np.float32(0.1)).begin_run(seed=np.int64(-3), replica=np.int64(3)),
         lambda: controller(logprob_tolerance=INF).begin_step(np.int64(3)),
         lambda: request_options({"rollout_spec": {"problem_id": np.uint64(2**64 - 1), "keep_in_history": 1.0}}),
-        lambda: check(logits=torch.zeros(5, 10, dtype=torch.bfloat16)[:, ::2], drafts=torch.arange(6)[::2]),
-        lambda: check(drafts=torch.tensor([-1, 2**40, 5]), cu=torch.tensor([0, 3], dtype=torch.int32)),
-        lambda: check(rows={"temperature": torch.tensor([1e-9, 1e30]), "positions": torch.tensor([-1, 2**62])}),
-        lambda: check(rows={"top_k": torch.tensor([-(2**31), 9]), "top_p": torch.tensor([0.0, 1.0])}),
         lambda: a_drafter().start_request("new", torch.tensor([1, 2]), problem_id=2**64 - 1, seed=-(2**63)),
         lambda: a_drafter().propose(["a"], [-5]),
     ],

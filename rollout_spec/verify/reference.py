@@ -4,8 +4,7 @@ A *row* is one position's target logits; a request's rows are its drafted positi
 *recovered* token is the one emitted at the first difference, the *bonus* token the one after a fully accepted draft.
 Shapes: N rows, V tokens, B requests, D drafted tokens. Only `lay_out_on_host` and `verify` wait for the device.
 
-Ratio tests run here on CPUs. Where drafts come with probabilities, or where `SamplingBatch` says that tokens are cut
-off, every method runs here, on any device; engines let vLLM cut.
+Ratio tests run here on CPUs, and a GPU's kernels are checked against it at an engine's start (`self_check.py`).
 """
 
 from __future__ import annotations
@@ -27,19 +26,15 @@ from rollout_spec.types import (
 )
 from rollout_spec.verify.layout import Layout, lay_out
 
-MASS_TOLERANCE = 1e-5
-"""A nucleus may fall this share short of top-p: float32 sums differ in the seventh digit, and the same nucleus must be
-found whatever the order of summation, also where equal probabilities add up to top-p exactly."""
-
 
 def verify(
     logits: Tensor, draft_token_ids: Tensor, cu_num_draft_tokens: Tensor, rows: SamplingBatch, **options: Any
 ) -> VerifyResult:
-    """Verify a batch of drafts; the arguments are those of `rollout_spec.verify.api.verify`, and are not checked."""
+    """`verify_rows` for drafts by request: int32 [D], and the inclusive sums of their lengths, int32 [B]."""
     layout = lay_out_on_host(cu_num_draft_tokens, draft_token_ids, rows)
     if options.get("max_draft_tokens") is None:
         options["max_draft_tokens"] = max([1, *torch.diff(layout.starts).tolist()]) - 1
-    return verify_rows(logits, layout, processed=process(logits.float(), rows, layout.request.long()), **options)
+    return verify_rows(logits, layout, **options)
 
 
 def lay_out_on_host(cu_num_draft_tokens: Tensor, draft_token_ids: Tensor, rows: SamplingBatch) -> Layout:
@@ -55,20 +50,13 @@ def verify_rows(
     *,
     max_draft_tokens: int,
     method: VerifyMethod = "sample",
-    processed: Tensor | None = None,
-    draft_probs: Tensor | None = None,
     logprobs_mode: LogprobsMode | None = None,
     after_difference: bool = False,
 ) -> VerifyResult:
-    """See `rollout_spec.verify.api.verify_rows`; without features.
-
-    Args:
-        processed: float32 [N, V], what is sampled from; None: the logits over each row's temperature.
-        draft_probs: float [D, V]; see `rejection_sample`.
-    """
+    """See `rollout_spec.verify.api.verify_rows`; without features."""
     raw = logits.float()
-    processed = scaled(raw, layout.temperature) if processed is None else processed
-    targets = target_tokens(raw, processed, layout, method, draft_probs)
+    processed = scaled(raw, layout.temperature)
+    targets = target_tokens(raw, processed, layout, method)
     result = accept(targets, raw, layout, max_draft_tokens)
     if method == "rejection" or not after_difference:
         emitted = torch.where(is_emitted(layout, result.num_accepted), targets, PLACEHOLDER_TOKEN_ID)
@@ -79,11 +67,9 @@ def verify_rows(
     return result._replace(logprobs=logprobs, ranks=ranks)
 
 
-def target_tokens(
-    raw: Tensor, processed: Tensor, layout: Layout, method: VerifyMethod, draft_probs: Tensor | None = None
-) -> Tensor:
+def target_tokens(raw: Tensor, processed: Tensor, layout: Layout, method: VerifyMethod) -> Tensor:
     """The target's token at each row, int64 [N]; the placeholder where the row has no distribution."""
-    drawn = sample(processed, layout) if method == "sample" else rejection_sample(processed, layout, draft_probs)
+    drawn = sample(processed, layout) if method == "sample" else rejection_sample(processed, layout)
     return torch.where(raw.amax(-1).isfinite(), drawn, PLACEHOLDER_TOKEN_ID)  # NaN wins a maximum
 
 
@@ -92,34 +78,28 @@ def sample(processed: Tensor, layout: Layout) -> Tensor:
     return with_noise(processed, layout, DOMAIN_TARGET).argmax(-1)
 
 
-def rejection_sample(processed: Tensor, layout: Layout, draft_probs: Tensor | None = None) -> Tensor:
-    """Accept a row's draft with probability min(1, p / q), else sample the residual max(p - q, 0): int64 [N].
+def rejection_sample(processed: Tensor, layout: Layout) -> Tensor:
+    """Accept a row's draft with its probability, else sample one of the other tokens: int64 [N].
 
-    Leviathan et al., arXiv:2211.17192, algorithm 1. `draft_probs` float [D, V]; None: q is 1 at the draft. The noise
-    comes from streams that drafters do not use, so drafts may depend on the request's other noise.
+    Leviathan et al., arXiv:2211.17192, algorithm 1, for a draft of which its drafter is certain. The noise comes from
+    streams that drafters do not use, so drafts may depend on the request's other noise.
     """
     p = processed.softmax(-1)
     # Neither the bonus position nor a draft outside the vocabulary: there p is sampled.
     is_draft = ((layout.draft >= 0) & (layout.draft < p.shape[1]))[:, None]
     draft = layout.draft.long().clamp(0, p.shape[1] - 1)[:, None]
-    if draft_probs is None or draft_probs.shape[0] == 0:
-        q = torch.zeros_like(p).scatter(1, draft, 1.0)
-    else:
-        owner, _ = _places(layout)  # each earlier request has one row more than drafts
-        row = torch.arange(p.shape[0], device=p.device)
-        q = draft_probs[(row - owner).clamp(max=draft_probs.shape[0] - 1)].float()
-    p_draft, q_draft = p.gather(1, draft), q.gather(1, draft)
+    p_draft = p.gather(1, draft)
     u = uniform32(layout.seed, layout.position, draft.new_zeros(1), domain=DOMAIN_ACCEPT)
-    accepts = is_draft & (p_draft > 0) & (u * q_draft <= p_draft)
-    weights = torch.where(is_draft, residual(p, q), p)
+    accepts = is_draft & (p_draft > 0) & (u <= p_draft)
+    weights = torch.where(is_draft, residual(p, draft), p)
     recovered = with_noise(weights.log(), layout, DOMAIN_RESIDUAL).argmax(-1)
     tokens = torch.where(accepts[:, 0], draft[:, 0], recovered)
     return torch.where(layout.temperature < GREEDY_TEMPERATURE, processed.argmax(-1), tokens)
 
 
-def residual(p: Tensor, q: Tensor) -> Tensor:
-    """max(p - q, 0), not normalised; p itself where the two are equal up to rounding and every sample of p is right."""
-    rest = (p - q).clamp(min=0)
+def residual(p: Tensor, draft: Tensor) -> Tensor:
+    """Probabilities [N, V] without those of the drafts [N, 1], not normalised; p itself where nothing else is left."""
+    rest = p.scatter(1, draft, 0.0)
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 
 
@@ -177,39 +157,3 @@ def scaled(logits: Tensor, temperature: Tensor) -> Tensor:
 def divisors(temperature: Tensor) -> Tensor:
     """What rows of these temperatures, float32 [N], are divided by: float32 [N, 1], 1 for greedy ones."""
     return torch.where(temperature < GREEDY_TEMPERATURE, 1.0, temperature)[:, None]
-
-
-def cuts(rows: SamplingBatch) -> bool:
-    """Whether top-k, top-p or min-p may remove tokens."""
-    return rows.top_k is not None or rows.top_p is not None or rows.min_p is not None
-
-
-def process(raw: Tensor, rows: SamplingBatch, request: Tensor) -> Tensor:
-    """Temperature, min-p, top-k, top-p, in vLLM's order (`vllm/v1/sample/sampler.py`); removed tokens get -inf.
-
-    Where equal logits straddle the cut, the lowest token ids are kept: exactly k tokens, or the smallest nucleus.
-    (vLLM's Triton kernel does the same; its torch version keeps all ties for top-k and the last ones for top-p.)
-    Greedy rows stay as they are: vLLM resets their other parameters.
-
-    Args:
-        raw: float32 [N, V].
-        rows: One entry per request.
-        request: int64 [N], each row's index into the fields of `rows`.
-    """
-    temperature = rows.temperature.float()[request]
-    x = scaled(raw, temperature)
-    if not cuts(rows):
-        return x
-    if rows.min_p is not None:
-        threshold = x.amax(-1, keepdim=True) + rows.min_p.float()[request, None].log()  # log(0) removes nothing
-        x = x.masked_fill(x < threshold, float("-inf"))
-    kept, order = x.sort(dim=-1, descending=True, stable=True)
-    if rows.top_k is not None:
-        top_k = rows.top_k[request, None]
-        kept = kept.masked_fill((torch.arange(x.shape[1], device=x.device) >= top_k) & (top_k > 0), float("-inf"))
-    if rows.top_p is not None:
-        top_p, probs = rows.top_p.float()[request, None], kept.softmax(-1)
-        is_outside = (probs.cumsum(-1) - probs >= top_p * (1 - MASS_TOLERANCE)) & (top_p < 1)
-        is_outside[:, 0] = False
-        kept = kept.masked_fill(is_outside, float("-inf"))
-    return torch.where((temperature < GREEDY_TEMPERATURE)[:, None], raw, x.scatter(1, order, kept))

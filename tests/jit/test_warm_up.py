@@ -39,8 +39,8 @@ def run_a_session(config):
     import numpy as np
 
     from rollout_spec.types import SamplingBatch
-    from rollout_spec.verify.api import verify
     from tests.integrations.vllm.test_session import Outcome, a_request, a_session, advance, of_model
+    from tests.verify.batches import verify_on_host
 
     if config.speculation:
         session = a_session(
@@ -79,7 +79,7 @@ def run_a_session(config):
                 logits = torch.randn(sum(lengths) + size, 50, dtype=dtype)
                 for mode in (None, "raw_logprobs", "processed_logprobs"):
                     drafts = torch.arange(sum(lengths), dtype=torch.int32)
-                    verify(logits, drafts, cu, rows, method=config.verify, logprobs_mode=mode)
+                    verify_on_host(logits, drafts, cu, rows, method=config.verify, logprobs_mode=mode)
 
 
 def our_dispatchers():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from rollout_spec.types import GREEDY_TEMPERATURE, PLACEHOLDER_TOKEN_ID, SamplingBatch
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch
 from rollout_spec.verify import reference
 from rollout_spec.verify.api import verify_rows
 from rollout_spec.verify.layout import lay_out
@@ -24,9 +24,8 @@ def as_torch(rows: SamplingBatch) -> SamplingBatch:
 
 
 def of_fields(rows: SamplingBatch, change: Callable[[Any], Any]) -> SamplingBatch:
-    """Each field that is there, changed."""
-    fields = {name: getattr(rows, name) for name in SamplingBatch.__slots__}
-    return SamplingBatch(**{name: values if values is None else change(values) for name, values in fields.items()})
+    """Each field changed."""
+    return SamplingBatch(*map(change, (rows.temperature, rows.seeds, rows.positions)))
 
 
 def oracle(logits, drafts, cu, rows, **options):
@@ -42,16 +41,27 @@ def right_drafts(logits, cu, rows):
     return np.delete(targets.numpy(), cu + np.arange(len(cu))).astype(np.int32)
 
 
+def truncated(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """Logits [V] over the temperature, -inf where tokens are cut off: min-p, then top-k, then top-p, as in vLLM."""
+    logits = logits / temperature
+    order = logits.sort(descending=True, stable=True).indices
+    if min_p > 0:
+        logits[logits < logits.max() + np.log(min_p)] = -torch.inf
+    if top_k > 0:
+        logits[order[top_k:]] = -torch.inf
+    if top_p < 1:
+        probs = logits.softmax(0)[order]
+        logits[order[probs.cumsum(0) - probs >= top_p]] = -torch.inf
+    return logits
+
+
 def probabilities(logits, **parameters):
-    """float64 [V] of one row at a temperature, or truncated."""
-    temperature = np.array([parameters.pop("temperature", 1.0)], np.float32)
-    zero, limits = np.zeros(1, np.int64), {name: np.array([value]) for name, value in parameters.items()}
-    rows = as_torch(SamplingBatch(temperature, zero, zero, **limits))
-    return reference.process(torch.from_numpy(logits)[None], rows, torch.zeros(1).long())[0].double().softmax(0).numpy()
+    """float64 [V] of one row, float32 [V]; parameters as of `truncated`."""
+    return truncated(torch.from_numpy(logits), **parameters).double().softmax(0).numpy()
 
 
 def on_batches(verify_rows, lay_out):
-    """A `verify_rows` with the arguments of `rollout_spec.verify.api.verify`, which are not checked."""
+    """A `verify_rows` with the arguments of `reference.verify`."""
 
     def verify(logits, drafts, cu, rows, **options):
         if "max_draft_tokens" not in options:
@@ -62,7 +72,7 @@ def on_batches(verify_rows, lay_out):
 
 
 def verify_by(module):
-    """`module`'s kernels, with the arguments of `rollout_spec.verify.api.verify`, also on the CPU; no truncation."""
+    """`module`'s kernels, with the arguments of `reference.verify`, also on the CPU."""
     return on_batches(module.verify_rows, module.lay_out)
 
 
@@ -79,7 +89,7 @@ verifiers = pytest.mark.parametrize("verify", [verify_on_host, kernel_verify], i
 
 
 @st.composite
-def batches(draw, truncation: bool = True):
+def batches(draw):
     """(logits [N, V], drafts [D], cumulative draft lengths [B], rows)."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     lengths = draw(st.lists(st.integers(0, 4), min_size=1, max_size=5))
@@ -91,22 +101,11 @@ def batches(draw, truncation: bool = True):
         logits[rng.random(logits.shape) < rng.choice([0.2, 0.9], (len(logits), 1))] = -np.inf
         logits[:, 0] = 0.0
 
-    def maybe(values):
-        return values if truncation and draw(st.booleans()) else None
-
     rows = SamplingBatch(
         temperature=rng.choice([0.0, 1e-6, 0.5, 1.0, 1.7], num_requests).astype(np.float32),
         seeds=rng.integers(-(2**63), 2**63 - 1, num_requests),
         positions=rng.integers(0, 10_000, num_requests),
-        top_k=maybe(rng.integers(0, vocab_size + 2, num_requests).astype(np.int32)),
-        top_p=maybe(rng.choice([0.3, 0.9, 1.0], num_requests).astype(np.float32)),
-        min_p=maybe(rng.choice([0.0, 0.05, 0.5, 1.0], num_requests).astype(np.float32)),
     )
-    greedy = rows.temperature < GREEDY_TEMPERATURE
-    if draw(st.booleans()):
-        for values, neutral in ((rows.top_k, 0), (rows.top_p, 1.0), (rows.min_p, 0.0)):
-            if values is not None:
-                values[greedy] = neutral  # as vLLM does; otherwise greedy rows must ignore them
     cu = np.cumsum(lengths).astype(np.int32)
     drafts = rng.integers(0, vocab_size, num_drafts).astype(np.int32)
     is_right = rng.random(num_drafts) < draw(st.sampled_from([0.0, 0.5, 1.0]))
@@ -123,7 +122,7 @@ def batches(draw, truncation: bool = True):
 def assert_agrees(
     run, batch, method: str, mode: str | None, dtype: torch.dtype = torch.float32, *, after_difference: bool = False
 ) -> None:
-    """`run`, a verifier with the arguments of `rollout_spec.verify.api.verify`, gives the reference's result."""
+    """`run`, a verifier with the arguments of `reference.verify`, gives the reference's result."""
     logits, drafts, cu, rows = batch
     options = {"method": method, "logprobs_mode": mode, "after_difference": after_difference}
     given = torch.from_numpy(logits).to(dtype, copy=True)

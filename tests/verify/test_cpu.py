@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from rollout_spec.noise import host as noise
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import cpu
-from rollout_spec.verify.api import verify
 from rollout_spec.verify.cpu import BLOCK
-from tests.verify.batches import LOGPROBS_MODES, assert_agrees
+from tests.verify.batches import LOGPROBS_MODES, assert_agrees, verify_on_host
 
 HASHES = np.unique(
     np.concatenate(
@@ -70,7 +69,7 @@ def test_rows_of_several_blocks(size, kind, temperature, mode, dtype, seed):
         np.full(2, temperature, np.float32), rng.integers(-(2**63), 2**63 - 1, 2), rng.integers(0, 10_000, 2)
     )
     drafts = rng.integers(0, size, 4).astype(np.int32)
-    assert_agrees(verify, (logits, drafts, np.array([3, 4], np.int32), rows), "sample", mode, dtype)
+    assert_agrees(verify_on_host, (logits, drafts, np.array([3, 4], np.int32), rows), "sample", mode, dtype)
 
 
 @pytest.mark.parametrize("broken", [np.nan, -np.nan, np.inf])
@@ -80,7 +79,7 @@ def test_a_broken_logit_in_any_block(position, broken):
     logits[0, position] = broken
     none = torch.empty(0, dtype=torch.int32)
     rows = SamplingBatch(torch.ones(1), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    result = verify(logits, none, torch.zeros(1, dtype=torch.int32), rows)
+    result = verify_on_host(logits, none, torch.zeros(1, dtype=torch.int32), rows)
     assert result.num_broken_rows.tolist() == [1]
     assert result.output_token_ids.tolist() == [[-1]]
 
@@ -93,7 +92,7 @@ def test_threads_do_not_disturb_each_other():
     rows = SamplingBatch(torch.ones(8), torch.arange(8), zeros)
 
     def said(given):
-        return verify(given, zeros[:0], zeros, rows).output_token_ids.tolist()
+        return verify_on_host(given, zeros[:0], zeros, rows).output_token_ids.tolist()
 
     expected = [said(given) for given in logits]
     with ThreadPoolExecutor(4) as pool:

@@ -52,7 +52,7 @@ def small_tiles(monkeypatch):
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    batches(truncation=False),
+    batches(),
     st.sampled_from(METHODS),
     st.sampled_from(LOGPROBS_MODES),
     st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),

@@ -38,7 +38,7 @@ def sampled_pairs(llm, **parameters):
 
 def follows_target(tokens, reference_model, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> bool:
     """First tokens, and second tokens given the three most frequent first ones, against the analytic softmax."""
-    limits = {"top_k": np.int32(top_k), "top_p": np.float32(top_p), "min_p": np.float32(min_p)}
+    limits = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
 
     def matches(context, samples):
         with torch.no_grad():

@@ -11,8 +11,7 @@ from vllm import SamplingParams
 
 from rollout_spec.integrations.vllm.sampling import keep_broken, needs_processing, scored_tokens, truncate
 from rollout_spec.types import SamplingBatch
-from rollout_spec.verify.api import verify
-from rollout_spec.verify.reference import process
+from tests.verify.batches import truncated, verify_on_host
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -23,7 +22,7 @@ def test_the_most_probable_token_is_scored_beside_the_sampled_one(dtype, mode):
     temperature = torch.tensor([0.0, 0.6, 1.0, 1.3, 0.0, 2.0])
     rows = SamplingBatch(temperature, torch.arange(6), torch.arange(6))
     empty, none = torch.empty(0, dtype=torch.int32), torch.zeros(6, dtype=torch.int32)
-    result = verify(logits, empty, none, rows, logprobs_mode=mode)
+    result = verify_on_host(logits, empty, none, rows, logprobs_mode=mode)
     tokens, logprobs = scored_tokens(result, logits, temperature if mode == "processed_logprobs" else None, 1)
     assert tokens.tolist() == [[int(a), int(b)] for a, b in zip(result.target_token_ids, logits.argmax(1), strict=True)]
     scale = torch.where(temperature > 0, temperature, 1.0)[:, None] if mode == "processed_logprobs" else 1.0
@@ -35,8 +34,8 @@ def test_the_most_probable_token_is_scored_beside_the_sampled_one(dtype, mode):
 
 
 @pytest.mark.parametrize("names", [(), ("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p", "min_p")])
-def test_vllms_truncation_is_the_references(names):
-    """Requests in any order of rows, greedy ones among them, whose limits vLLM has reset."""
+def test_truncation(names):
+    """Temperature, min-p, top-k, top-p, as vLLM orders them. Requests in any order of rows, greedy ones among them."""
     generator = torch.Generator().manual_seed(2)
     logits = 3 * torch.randn(30, 50, generator=generator)
     limits = {
@@ -46,8 +45,10 @@ def test_vllms_truncation_is_the_references(names):
     }
     rows = SamplingBatch(torch.tensor([0.0, 0.7, 1.3]), torch.arange(3), None, **{name: limits[name] for name in names})
     request = torch.arange(30, dtype=torch.int32) % 3
-    ours = process(logits, rows, request.long())
-    torch.testing.assert_close(truncate(logits.clone(), rows, request), ours, rtol=0, atol=0)
+    found = truncate(logits.clone(), rows, request)
+    for row, i in enumerate(request.tolist()):
+        asked = {name: limits[name][i].item() for name in names} if i else {}
+        assert torch.equal(found[row], truncated(logits[row], rows.temperature[i] if i else 1.0, **asked))
 
 
 CHANGES_LOGITS = {
