@@ -85,7 +85,7 @@ class Drafter(Protocol):
 class BatchDrafter(Drafter, Protocol):
     """A drafter that engines call once per step, whatever the number of requests: without an object for each of them.
 
-    It compares its confidence with what becomes of its drafts, as budgets take it as it is.
+    It calibrates its confidence itself, by what becomes of its drafts: budgets take it as it is.
 
     `rollout_spec.drafters.batch.as_batch_drafter` gives these methods to one that has only those of `Drafter`.
     """

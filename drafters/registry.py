@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rollout_spec.drafters.base import Drafter
 
 HISTORY_DRAFTER = "rollout_spec.drafters.host.drafter.HistoryDrafter"
-"""A dotted path that can be a drafter's name, too: then the options are all that the constructor takes."""
+"""Also a drafter's name, as any dotted path: then all arguments of the constructor are options."""
 
 
 class Entry(NamedTuple):

@@ -21,7 +21,7 @@ import pyarrow.parquet as parquet
 from numpy.typing import NDArray
 
 from rollout_spec.estimate.recorded import Rollout
-from rollout_spec.features.format import SIGNATURE_WORDS, TOP_TOKENS, Features, pack, take
+from rollout_spec.features.format import SIGNATURE_WORDS, TOP_TOKENS, Features, pack
 from rollout_spec.types import Int32Array
 
 
@@ -72,4 +72,5 @@ def _features(
         logprobs.reshape(shape)[:, :TOP_TOKENS],
     )
     is_given = np.repeat(np.arange(max(len(runs), 1)) % 2, runs or tokens.size)
-    return take(packed, np.where(is_given, -1, np.arange(tokens.size)))  # an engine has none of given tokens
+    packed[is_given == 1] = 0  # an engine has none of given tokens
+    return packed

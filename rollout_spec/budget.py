@@ -1,9 +1,9 @@
 """How many tokens of each draft are worth verifying in this step.
 
 `allocate` takes the draft tokens whose expected gain exceeds their cost. The gain of one is its confidence, the
-drafter's estimate that it is reached and accepted, times what a token less saves: a request's share of a step without
-drafts. That maximises tokens per second. What a step costs by the tokens in it is measured on the steps themselves
-(`StepCost`).
+drafter's estimate that it is reached and accepted, times what an accepted token saves: a request's share of a step
+without drafts. That maximises tokens per second. What a step costs by the tokens in it is measured on the steps
+themselves (`StepCost`).
 
 Budgets change which tokens are verified, never which are sampled.
 """
@@ -159,12 +159,6 @@ class StepCost:
         known = self._known[1, :, self._bucket(num_tokens)]
         return bool(self._now > known[LAST] + known[COUNT] ** 2 or not known[COUNT])
 
-    def curve(self, *, drafted: bool) -> tuple[Floats, Floats]:
-        """(tokens, seconds) of the sizes that were measured, rising. Both may be empty."""
-        curve = self._new_curve()
-        tokens, seconds = curve[:2, : _draw(self._known[int(drafted)], self._now, 0, 0, 0.0, curve)]
-        return tokens, seconds
-
     def undrafted(self, num_tokens: int) -> tuple[float, bool]:
         """What a step without drafts costs. O(sizes).
 
@@ -181,7 +175,7 @@ class StepCost:
             cost: float64 [>= 1], filled.
 
         Returns:
-            (seconds that a token less saves, whether any cost of drafts is known).
+            (seconds that an accepted token saves, whether any cost of drafts is known).
         """
         return _price(  # type: ignore[no-any-return]
             self._known, self._now, self._sizes, self._is_new, num_requests, num_tokens, undrafted, self._new_curve(),
@@ -293,7 +287,7 @@ def _price(
             at += 1
         cost[i] = max(_interpolate(padded, at, n, curve) - undrafted, 0.0)
         cost[i] += is_new[min(padded, LARGEST_SIZE)] * new_size_cost
-    # What a token more costs, as far as is known, is not saved for those of prompts.
+    # Tokens of prompts are computed with or without drafts: what they cost, as far as is known, is not saved.
     per_token = min(max(_slope(0, n - 1, curve), 0.0), undrafted / num_tokens)
     return (undrafted - per_token * (num_tokens - num_requests)) / num_requests, n > 1
 
@@ -389,7 +383,7 @@ class Budget:
         return value, cost
 
     def note(self, num_requests: int, gain: float) -> None:
-        """Remember whether drafts paid. A loss does not count while no cost of drafts is known.
+        """Remember whether drafts paid, and pause where they do not: while no cost is known, if none were worth it.
 
         Args:
             num_requests: For how many the drafter was asked.

@@ -62,7 +62,7 @@ class Drafting:
         self._vocab_size = vocab_size
         model = np.zeros((0, 0)) if self.choice is None else self.choice.counts
         self._options = StepOptions(num_speculative_tokens, max_model_len, True, model)
-        # Of a drafter that a user has derived from ours the adapter's class is asked, which has no such method.
+        # The class is asked: `_OneByOne` passes on every attribute of the drafter that it calls.
         self._continues = hasattr(type(self.drafter), "continue_rows")
 
     def index_late(self) -> None:
@@ -94,7 +94,7 @@ class Drafting:
         Args:
             rows: int64 [B], the requests of which `learned` tells.
             num_tokens: Tokens that the next step computes without drafts: one per request, and those of prompts.
-            max_draft_tokens: Most tokens of all drafts together. None: no bound.
+            max_draft_tokens: Most tokens of all drafts together, which only a budget heeds. None: no bound.
             model: What the model drafted for the same requests, if there is one.
 
         Returns:
@@ -144,7 +144,7 @@ class Drafting:
     ) -> None:
         """Choose between both drafts. History goes on where all of a model's was chosen and there is room for more."""
         some = choice.choose(self.drafter.table, rows, room, model)
-        if self._continues and some.size and model.token_ids.size:
+        if self._continues and some.size:
             num_model = model.token_ids.shape[1]
             survival = self.drafter.table.arrays.confidence[rows[some], num_model - 1].astype(np.float64)
             drafter: Any = self.drafter

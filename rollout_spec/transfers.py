@@ -19,12 +19,6 @@ def runs_later(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of these numbers."""
-    is_later = runs_later(device)
-    return torch.tensor(values, dtype=dtype, pin_memory=is_later).to(device, non_blocking=is_later)
-
-
 def upload(values: NDArray[Any], device: torch.device) -> Tensor:
     """A new array as a tensor on the device."""
     tensor = torch.from_numpy(values)

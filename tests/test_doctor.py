@@ -33,7 +33,7 @@ def a_report(**changed):
         stats.record([0] * 64, [0] * 64)
     for _ in range(100):
         stats.record([4], [1])
-    return {**json.loads(json.dumps(commands.report(commands.EngineParts(None, session, stats, None)))), **changed}
+    return {**json.loads(json.dumps(commands.report(SimpleNamespace(session=session, stats=stats)))), **changed}
 
 
 def page(report):

@@ -15,7 +15,6 @@ from rollout_spec.features.format import (
     encode_logprobs,
     pack,
     signature_matrix,
-    take,
     unpack,
 )
 from rollout_spec.features.torch import pack_signatures
@@ -154,10 +153,3 @@ def test_log_probabilities_survive_in_a_byte():
     assert np.log(decoded_probabilities()[codes]) == pytest.approx(logprobs, abs=0.51 * LOGPROB_STEP)
     assert encode_logprobs(np.array([-20.0, -np.inf, 1e-9])).tolist() == [MAX_CODE, MAX_CODE, 1]
     assert decoded_probabilities()[0] == 0
-
-
-def test_rows_that_are_not_known_are_taken_as_such():
-    features = np.arange(1, 1 + 3 * FEATURE_WORDS).reshape(3, FEATURE_WORDS)
-    kept = features.copy()
-    assert take(features, np.array([2, -1, 0])).tolist() == [kept[2].tolist(), [0] * FEATURE_WORDS, kept[0].tolist()]
-    assert (features == kept).all()

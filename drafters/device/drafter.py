@@ -716,7 +716,7 @@ class DeviceDrafter:
                 place = self._pool.allocate(size) if start is None else start
                 if place is not None:
                     document = self._free_documents.pop()
-                    self._changed_documents.pop(document, None)  # its end, which must not undo what `retire` writes
+                    self._changed_documents.pop(document, None)  # or a pending row would overwrite what `retire` writes
                     return document, place
             if fits and self._idle:
                 self._evict_oldest()
@@ -737,7 +737,7 @@ class DeviceDrafter:
     def _mark_idle_if_unused(self, problem: _Problem) -> None:
         if problem.num_live == 0 and problem.problem_id not in self._idle:
             self._idle[problem.problem_id] = problem
-            if problem.problem_id <= NO_PROBLEM:  # no other request will have this id
+            if not problem.is_shared:  # no other request will have this id
                 self._evict(problem)
 
     def _evict_oldest(self) -> None:
@@ -773,7 +773,7 @@ class DeviceDrafter:
             copied = torch.cuda.Event()
             copied.record()
         for live, tokens, features, fields in copies:
-            if live.problem.problem_id > NO_PROBLEM:  # others are never looked up again
+            if live.problem.is_shared:  # others are never looked up again
                 texts = tokens, features, fields
                 problem_id, capacity = live.problem.problem_id, tokens.numel()
                 self._archive.add(Archived(problem_id, live.order, live.version, capacity, *texts, copied))

@@ -153,14 +153,13 @@ class HistoryDrafter:
         self._store = TextStore()
         self._settings = DrafterSettings(
             use_tree=index == "suffix",
-            use_table=index == "ngram",
             use_shared=shared,
             use_lookahead=lookahead,
             min_survival=min_survival,
             by_disagreement=np.exp(-constants.SIMILARITY * np.arange(SIGNATURE_BITS + 1)).astype(np.float32),
             probability=decoded_probabilities(),
         )
-        self._index = Index(suffix.new_tree(0), suffix.new_tree(0), ngram.new_buckets(1024 if index == "ngram" else 1))
+        self._index = Index(suffix.new_tree(), suffix.new_tree(), ngram.new_buckets(1024 if index == "ngram" else 1))
         self._pool = new_pool(POOL_ENTRIES if lookahead else 1)
         self._calibration = Calibration(
             counts=np.zeros((2, constants.NUM_PROBABILITY_BINS, constants.NUM_LENGTH_BINS, 2), np.float32),
@@ -172,7 +171,7 @@ class HistoryDrafter:
         self._num_threads = usable_threads() if num_threads is None else num_threads
         self._scratch = [by_reference(new_scratch(max_draft_tokens)) for _ in range(self._num_threads)]
         self._window = np.empty(WINDOW, np.int32)
-        # Single requests' tokens, of whose ends nothing is known here; they are indexed before the next draft.
+        # For `extend`, which knows no request's end; `propose` indexes its tokens first.
         self._options = StepOptions(max_draft_tokens, UNLIMITED, False, np.zeros((0, 0)))
         self._live: dict[str, _Request] = {}
         self._prompts: dict[tuple[int, int, int], _Prompt] = {}
@@ -334,7 +333,7 @@ class HistoryDrafter:
             if tree is not index.tree or shared is not index.shared:
                 self._index = index._replace(tree=tree, shared=shared)
         num_entries = num_tokens * ngram.TABLE_ENTRIES_PER_TOKEN
-        if self._settings.use_table and index.buckets.size < num_entries:
+        if not self._settings.use_tree and index.buckets.size < num_entries:
             self._index = self._index._replace(buckets=ngram.new_buckets(num_entries))
             ngram.rehash(store.arrays, self._index.buckets, self._settings.use_shared, index.buckets)
 
@@ -458,13 +457,9 @@ class HistoryDrafter:
     def memory_bytes(self) -> int:
         index = self._index
         arrays: list[NDArray] = [
-            *index.tree,
-            *index.shared,
-            index.buckets,
-            *self._calibration,
-            *self._pool,
-        ]
-        return self._store.memory_bytes() + self.table.memory_bytes() + sum(array.nbytes for array in arrays)
+            *self._store.arrays, *index.tree, *index.shared, index.buckets, *self._calibration, *self._pool,
+        ]  # fmt: skip
+        return self.table.memory_bytes() + sum(array.nbytes for array in arrays)
 
     def source_counts(self) -> dict[str, tuple[int, int]]:
         """By source (see `SOURCES`): (drafted tokens that the target reached, those that were right)."""

@@ -45,8 +45,7 @@ class Index(NamedTuple):
 class DrafterSettings(NamedTuple):
     """Scalars and small tables that the compiled functions read."""
 
-    use_tree: bool
-    use_table: bool
+    use_tree: bool  # suffix trees, or else the n-gram table
     use_shared: bool
     use_lookahead: bool
     min_survival: float
@@ -67,7 +66,7 @@ def _index_position(store, index, settings, problem, use_shared, position, conte
         for kind in range(2 if use_shared else 1):
             tree, key = (index.shared, np.int64(-1)) if kind else (index.tree, problem)
             suffix.insert(store, tree, key, position, context, size)
-    if settings.use_table:
+    else:
         for kind in range(3 if use_shared else 2):
             order = np.int64((ngram.SHORT_ORDER, ngram.LONG_ORDER, ngram.SHARED_ORDER)[kind])
             if size >= order:
@@ -161,7 +160,7 @@ def gather(store, index, settings, document, text, end, positions, lengths, path
             tree, key, excluded = (index.shared, all_problems, problem) if kind else (index.tree, problem, no_problem)
             limit = MAX_OWN_CANDIDATES if use_shared and kind == 0 else MAX_CANDIDATES
             count = suffix.gather(store, tree, key, excluded, text, end, count, limit, positions, lengths, path)
-    if settings.use_table:
+    if not settings.use_tree:
         for kind in range(3 if use_shared else 2):
             order = np.int64((ngram.LONG_ORDER, ngram.SHORT_ORDER, ngram.SHARED_ORDER)[kind])
             key, excluded = (all_problems, problem) if kind == 2 else (problem, no_problem)

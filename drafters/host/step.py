@@ -177,7 +177,7 @@ def _has_room(history, num_tokens, num_pieces, index_now):
         has_room &= suffix.has_room(store, index.tree, num_tokens)
         if settings.use_shared:
             has_room &= suffix.has_room(store, index.shared, num_tokens)
-    if index_now and settings.use_table:
+    if index_now and not settings.use_tree:
         has_room &= ngram.has_room(index.buckets, store.counts[NUM_TOKENS] + num_tokens)
     return has_room
 
@@ -365,7 +365,7 @@ def _propose(requests, history, rows, room, given, reached, continues, scratch):
             for j in range(count):
                 if store.tokens[positions[j]] == token and weights[j] > heaviest:
                     heaviest, origin = weights[j], j
-            if heaviest < 0.0 and token != guess:  # it was remembered there, but another one was sampled
+            if heaviest < 0.0 and token != guess:  # no candidate said it: it was remembered
                 for j in range(count):
                     if weights[j] > heaviest:
                         heaviest, origin = weights[j], j
@@ -374,7 +374,7 @@ def _propose(requests, history, rows, room, given, reached, continues, scratch):
             out.cells[row, depth, 2] = length_bin
             out.cells[row, depth, 3] = sources[origin] if origin >= 0 else LOOKAHEAD
             survival *= rate(calibration.counts[coupled, probability_bin, length_bin], expected)
-            if survival < settings.min_survival and depth > num_given:  # a first token shows how its cell does now
+            if survival < settings.min_survival and depth > num_given:  # a first token keeps its cell up to date
                 break
             out.tokens[row, depth] = token
             out.confidence[row, depth] = survival

@@ -66,13 +66,9 @@ class Path(NamedTuple):
     stack: Int32Array  # [MAX_WALK]
 
 
-def new_tree(num_positions: int, num_roots: int = 64) -> Tree:
-    """An empty tree with room for positions below `num_positions`; `num_roots` is a power of two."""
-    return Tree(
-        children=np.full((num_positions, 2), -1, np.int32),
-        roots=np.full(num_roots, EMPTY, np.int32),
-        counts=np.zeros(2, np.int64),
-    )
+def new_tree() -> Tree:
+    """An empty tree; `reserve` makes room."""
+    return Tree(np.full((0, 2), -1, np.int32), np.full(64, EMPTY, np.int32), np.zeros(2, np.int64))
 
 
 def new_path() -> Path:

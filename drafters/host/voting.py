@@ -150,9 +150,9 @@ def _num_differing(features, a, b):
 def compare_states(store, settings, document, depth, count, positions, lengths, weights, sources, differing):
     """Weigh candidates by how similar the target's state was to its last known one in this document.
 
-    That one predicted the document's last token. It is compared with the state that predicted the token which lies as
-    far before the candidate as the last token lies before the one to be drafted. Returns the number of candidates that
-    are left: see MAX_DISAGREEMENT. Candidates whose state is not known stay: see UNKNOWN_DISAGREEMENT.
+    That one predicted the document's last token, which lies `depth` + 1 before the one to be drafted. A candidate is
+    compared by the state that predicted the token `depth` + 1 before it. Returns the number of candidates that are
+    left: see MAX_DISAGREEMENT. Candidates whose state is not known stay: see UNKNOWN_DISAGREEMENT.
     """
     if store.features.shape[0] == 0 or count == 0:
         return count

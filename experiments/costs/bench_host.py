@@ -228,9 +228,9 @@ class Ours:
 
     def schedule(self, new: list[Live], finished: list[str]) -> None:
         """A step is scheduled, and these requests come and have ended."""
-        self.adapter.begin_step()
-        requests = {"scheduled_new_reqs": new, "finished_req_ids": finished, "preempted_req_ids": None}
-        self.adapter.on_scheduled(SimpleNamespace(num_spec_tokens_to_schedule=None, **requests))
+        self.adapter.begin_step(
+            SimpleNamespace(scheduled_new_reqs=new, finished_req_ids=finished, preempted_req_ids=None)
+        )
 
     def compute(self) -> None:
         """What is done while a device computes is timed apart."""
@@ -255,7 +255,7 @@ class OursV2:
 
     def __init__(self, runner: Runner, k: int, history: list[Rollout], *, index_late: bool) -> None:
         config = engine_config(k, len(runner.discard_request_mask.np))
-        self.speculator = runner_v2.HistorySpeculator(config, torch.device("cpu"))
+        self.speculator = runner_v2.HostSpeculator(config, torch.device("cpu"))
         self.runner, self.session = runner, self.speculator.session
         clock = SimpleNamespace(started=0.0)
         self.adapter = SimpleNamespace(clock=clock, wants_rejected_targets=False)

@@ -286,7 +286,7 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> None:
         last_batch = batch
         for _ in turns.of(mode, (batch, name)) if turns is not None else (0,):
             if mode in SEEDED:  # new weights
-                command(llm, "begin_policy_version", 1)
+                command(llm, "begin_policy_version")
             before = command(llm, "stats") if mode in SEEDED else None
             llm.collective_rpc(scripted.begin_phase)
             watch.clear()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout_spec.transfers import to_device
+from rollout_spec.transfers import upload
 
 ABOVE_ALL = 1e4
 """Of a raised logit: other logits and the noise stay below 100."""
@@ -84,14 +84,14 @@ class Scripts:
         if req_ids != self._scheduled:
             self._scheduled = list(req_ids)
             scripts = [runner.requests[req_id].sampling_params.extra_args[SCRIPT] for req_id in req_ids]
-            self._of_request = to_device(scripts, torch.int64, logits.device)
+            self._of_request = upload(np.array(scripts, np.int64), logits.device)
         if metadata is None:
             rows, script = runner.query_start_loc.gpu[1 : len(req_ids) + 1] - 1, self._of_request
         else:
             rows = metadata.logits_indices
             script = torch.repeat_interleave(
                 self._of_request,
-                to_device([count + 1 for count in metadata.num_draft_tokens], torch.int64, logits.device),
+                upload(np.array(metadata.num_draft_tokens, np.int64) + 1, logits.device),
                 output_size=len(rows),
             )
         self._force(logits, script, runner.positions.index_select(0, rows))
@@ -103,7 +103,7 @@ class Scripts:
         if new:
             rows = [self._runner.req_states.req_id_to_index[request.req_id] for request in new]
             scripts = [request.sampling_params.extra_args[SCRIPT] for request in new]
-            self._of_request[to_device(rows, torch.int64, device)] = to_device(scripts, torch.int64, device)
+            self._of_request[upload(np.array(rows, np.int64), device)] = upload(np.array(scripts, np.int64), device)
 
     def _forcing(self, call: Any) -> Any:
         def sample(sampler: Any, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:

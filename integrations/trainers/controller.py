@@ -111,7 +111,7 @@ class EngineController:
         model: Any = None,
         autocast_dtype: str | None = None,
     ) -> None:
-        """Take the run's settings, before the engine is built. Raises ValueError if there is one.
+        """Take the run's settings. Raises ValueError if the engine is built already.
 
         Args:
             seed: The run's, from which the rollouts' seeds derive.
@@ -308,10 +308,10 @@ class EngineController:
 
     def report(self) -> dict[str, Any]:
         """What `rollout-spec doctor` explains, once it is written as JSON."""
-        measured = self.measured()
+        report, measured = self._command("report"), self.measured()
         return {
-            **self._command("report"),
-            "stats": SpeculationStats.between(self._first_stats, self.stats()).to_dict(),
+            **report,
+            "stats": SpeculationStats.between(self._first_stats, report["stats"]).to_dict(),
             "measured": None if measured is None else measured._asdict(),
         }
 

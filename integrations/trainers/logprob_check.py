@@ -82,7 +82,7 @@ def _why_not_comparable(model: Any, prompt: Any, output: Any, params: Any, mode:
         return "the trainer's model is not known"
     if mode not in ("raw_logprobs", "processed_logprobs"):
         return f"logprobs_mode={mode!r} gives none"
-    if mode == "processed_logprobs" and (needs_processing(params) or params.structured_outputs):
+    if mode == "processed_logprobs" and (needs_processing(params) or params.min_tokens or params.structured_outputs):
         return "penalties, masks, grammars, top-p, top-k or min-p change them in the engine"
     if not is_text:
         return "prompts have images, or other parts than text"

@@ -59,7 +59,8 @@ class ServerCounters:
             return {}
         new = {name: now[name] - self._seen[name] for name in self._seen}
         tokens, accepted = new["generation_tokens"], new["spec_decode_num_accepted_tokens"]
-        if tokens <= 0:
+        if tokens <= 0:  # nothing was generated, or the server has started anew
+            self._seen = now or self._seen
             return {}
         self._seen = now
         stats = SpeculationStats(

@@ -67,7 +67,7 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
         super().__init__(
             config, llm_kwargs=llm_kwargs, logprob_tolerance=logprob_tolerance, compare_every=compare_every
         )
-        self._is_for_engine = bool(options or llm_kwargs or compare_every)
+        self._is_for_engine = bool(options or llm_kwargs or compare_every or logprob_tolerance is not None)
         self._is_summarised = False  # the training, in the log
         self._first_step = 0  # of the training: a resumed one goes on from its checkpoint
         self._server_url: str | None = None

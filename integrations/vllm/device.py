@@ -49,7 +49,7 @@ class DeviceSpeculator(Session, BaseSpeculator):
 
     Attributes: those of `Session`, and
         session: Itself, as other speculators have one.
-        num_given_tokens: With how many tokens the drafts begin that it continues for another drafter; 0: it does not.
+        num_given_tokens: M, how many tokens of a model's draft it continues; 0: it continues none.
         drafter: A `DeviceDrafter`. Its memory is allocated here, so level-2 sleep does not discard it. From 0.27 on
             vLLM counts it when it measures what is left for the KV cache; in 0.26 `gpu_memory_utilization` must leave
             room.
@@ -199,7 +199,8 @@ class DeviceSpeculator(Session, BaseSpeculator):
 
     def _is_wanted(self) -> bool:
         """Whether the next step verifies drafts, as the scheduler has said."""
-        return not self._is_asynchronous or self._runner.rollout_spec.num_wanted_drafts > 0
+        scheduled = self._runner.rollout_spec.scheduled  # None before the first step
+        return scheduled is None or not self._is_asynchronous or scheduled.num_spec_tokens_to_schedule > 0
 
     def _no_drafts(self, num_requests: int) -> torch.Tensor:
         """Draft tokens 0 with confidence 0, int64 [B, K]. A new tensor each time: vLLM may write into it."""

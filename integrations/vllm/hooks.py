@@ -40,7 +40,7 @@ from rollout_spec.integrations.vllm.ranks import end_if_unheard
 from rollout_spec.integrations.vllm.requests import FrontEnd
 
 ASYNC_METHOD = "ngram_gpu"
-"""vLLM's drafter without a model beside which it schedules asynchronously. In V2 ours takes its place."""
+"""vLLM's one method without a model that keeps scheduling asynchronous. In V2 our device drafter runs under it."""
 NOT_LOADING = (
     "init_", "prepare_", "fetch_", "compute_", "get_", "check_", "supports_", "save_", "export_", "offload_", "dump_",
     "destroy_", "close_", "release_", "free_", "has_", "is_", "verify_", "log_",
@@ -64,7 +64,7 @@ def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **
 
 
 def complete_config(original: Callable[..., None], self: Any) -> None:
-    """Settle what an engine leaves open, and schedule synchronously where the drafter is on the host only."""
+    """Settle what an engine leaves open. With a drafter on the host, schedule synchronously."""
     config, speculative = config_of(self), self.speculative_config
     if config is not None:
         settle(self, config)
@@ -131,7 +131,7 @@ def validate_sampling_params(original: Callable[..., None], self: Any, speculati
 
 
 def init_input_processor(original: Callable[..., None], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-    """Check an engine's configuration, and what its requests get."""
+    """Check an engine's configuration, and make what checks its requests and gives them seeds."""
     config = config_of(vllm_config)
     self.rollout_spec = None
     if config is not None:
@@ -169,7 +169,7 @@ def init_engine(original: Callable[..., None], self: Any, *args: Any, **kwargs: 
 
 
 def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any) -> Any:
-    """Ask the workers, once they are ready, how they cut drafts. The scheduler is made after that."""
+    """Ask the workers, once they are ready, whether they cut drafts on the device. The scheduler is made after that."""
     result = original(self, vllm_config)
     config = config_of(vllm_config)
     if config is not None and config.speculation:
@@ -180,10 +180,10 @@ def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: A
 
 
 def init_scheduler(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Where our schedule is read, let K follow from what steps take, too.
+    """Replace the schedule of K that is ours by one that learns from what steps take (`MeasuredSchedule`).
 
-    Synchronous scheduling verifies any K. Under `external_launcher`, as TRL's colocated engines have it, each
-    tensor-parallel rank has a scheduler and a clock of its own, so K must not depend on times.
+    With synchronous scheduling vLLM verifies whatever the drafter gives. Under `external_launcher`, as TRL's colocated
+    engines have it, each tensor-parallel rank has a scheduler and a clock of its own, so K must not depend on times.
     """
     original(self, *args, **kwargs)
     parallel = self.vllm_config.parallel_config
@@ -203,9 +203,9 @@ def collective_rpc(
     args: Any = (),
     kwargs: Any = None,
 ) -> Any:
-    """Tell our schedule, too, whether anything is drafted: otherwise steps would verify K tokens 0 while it is not.
+    """Pass `set_enabled` on to our schedule: otherwise each request would have K zeros verified while it is off.
 
-    vLLM calls this of every engine, and before it has made the scheduler.
+    vLLM calls this for the commands of every engine, also before there is a scheduler.
     """
     results = original(self, method, timeout, args, kwargs)
     if method == "rollout_spec" and list(args[:1]) == ["set_enabled"]:
@@ -256,12 +256,12 @@ def add_lora(original: Callable[..., Any], self: Any, lora_request: Any) -> Any:
     """Begin a policy version."""
     adapter = _adapter_of(self)
     if adapter is not None:
-        adapter.on_adapter(lora_request)
+        adapter.on_lora(lora_request)
     return original(self, lora_request)
 
 
 def determine_available_memory(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Ignore made-up requests, as from vLLM 0.33 on V2 samples for them here, and say what recurrent states take."""
+    """Ignore vLLM's made-up requests (from 0.33 on V2 samples for them here), and say what recurrent states take."""
     with _warming_up(self):
         result = original(self, *args, **kwargs)
     if _adapter_of(self) is not None and self.rank == 0 and is_recurrent(self.vllm_config):
@@ -352,8 +352,7 @@ def execute_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
         return original(self, *args, **kwargs)
     try:
         scheduled = args[0] if args else kwargs["scheduler_output"]
-        self.rollout_spec.begin_step()
-        self.rollout_spec.on_scheduled(scheduled)
+        self.rollout_spec.begin_step(scheduled)
         result = original(self, *args, **kwargs)
         self.rollout_spec.on_forward()
     except Exception as error:
@@ -416,9 +415,9 @@ def init_speculator_v2(original: Callable[..., Any], vllm_config: Any, device: A
         from rollout_spec.integrations.vllm.device import DeviceSpeculator
 
         return DeviceSpeculator(vllm_config, device)
-    from rollout_spec.integrations.vllm.runner_v2 import HistorySpeculator
+    from rollout_spec.integrations.vllm.runner_v2 import HostSpeculator
 
-    return HistorySpeculator(vllm_config, device)
+    return HostSpeculator(vllm_config, device)
 
 
 def load_model_v2(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

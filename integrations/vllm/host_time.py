@@ -27,12 +27,12 @@ time is measured."""
 def known_costs(
     on_device: NDArray[np.float64], host: float, num_tokens: NDArray[np.int64], largest_graph: int
 ) -> NDArray[np.float64]:
-    """What steps are counted as, in the unit of the device's times and of the host's.
+    """What steps count as: up to `largest_graph` tokens the longer of both times, above it their sum.
 
     Args:
-        on_device: What they take the device.
-        host: What a step takes the host.
-        num_tokens: Theirs.
+        on_device: float64 [N], what steps take the device.
+        host: What a step takes the host, in the same unit; SHARE of it counts.
+        num_tokens: int64 [N], the steps' tokens.
         largest_graph: Most tokens of a CUDA graph. The host launches the kernels of larger steps one after another.
     """
     filled = SHARE * host

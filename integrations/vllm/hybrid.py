@@ -5,7 +5,7 @@ with the target's noise, and a step verifies for each request the draft of which
 
 - V1: `ModelDrafter` takes vLLM's proposer over. Once vLLM has recorded a step's tokens, `RunnerAdapterV1` joins its
   drafts with those of history, per request and of any length, and leaves the result where vLLM looks for its drafter's.
-- V2: `ModelSpeculation`. In every step the model drafts, then the device drafter; kernels grade both of the last drafts
+- V2: `ModelSpeculator`. In every step the model drafts, then the device drafter; kernels grade both of the last drafts
   by what was said, and choose. Nothing waits for the device, and scheduling stays asynchronous.
 
 What V2 alone needs (triton, vLLM's V2 modules) is imported when a speculator is made.
@@ -14,7 +14,7 @@ What V2 alone needs (triton, vLLM's V2 modules) is imported when a speculator is
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ import torch
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.integrations.vllm import compat
-from rollout_spec.integrations.vllm.config import config_of, has_model_drafter
+from rollout_spec.integrations.vllm.config import config_of
 from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank
 from rollout_spec.transfers import HostCopy
 from rollout_spec.verify.api import draw
@@ -30,19 +30,10 @@ from rollout_spec.verify.api import draw
 # -- V1 --------------------------------------------------------------------------------------------------------------
 
 
-class _Noise(NamedTuple):
-    """What decides a step's drafts, of all requests of the batch."""
-
-    temperature: torch.Tensor  # float32 [B]
-    seeds: torch.Tensor  # int64 [B]
-    positions: torch.Tensor  # int64 [B], input positions of the target's next rows
-
-
 class ModelDrafter:
     """One of vLLM's drafters with a model, whose choices are replaced.
 
     Attributes:
-        num_model_tokens: How many tokens it drafts.
         wants_model: Says whether the model shall draft; otherwise it only makes its first pass, so that its KV cache
             has no gaps.
 
@@ -51,18 +42,18 @@ class ModelDrafter:
         runner: The `GPUModelRunner` that calls it.
     """
 
-    def __init__(self, proposer: Any, runner: Any, config: RolloutSpecConfig) -> None:
-        self.wants_model: Callable[[], bool] = lambda: True
-        self.num_model_tokens = config.num_model_draft_tokens
+    def __init__(self, proposer: Any, runner: Any, config: RolloutSpecConfig, wants_model: Callable[[], bool]) -> None:
+        self.wants_model = wants_model
+        self._num_tokens = config.num_model_draft_tokens
         self._is_coupled = config.verify == "sample"
         self._proposer = proposer
         self._runner = runner
-        self._noise: _Noise | None = None
+        self._noise: tuple[torch.Tensor, ...] | None = None
         self._probabilities: list[torch.Tensor] = []  # of the tokens drafted so far
         self._copy: HostCopy | None = None
         # Engines that share experts must make equally many passes in every step, also those without requests.
         self._always_drafts = runner.vllm_config.parallel_config.data_parallel_size > 1
-        proposer.num_speculative_tokens = self.num_model_tokens  # of its dummy runs
+        proposer.num_speculative_tokens = self._num_tokens  # of its dummy runs
         # Ranks round sums differently, and must choose the same draft.
         self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config, runner.device)
         self._propose, proposer.propose = proposer.propose, self.propose
@@ -70,14 +61,19 @@ class ModelDrafter:
             proposer._sample_draft_tokens = self._draw
 
     def begin_step(self, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> None:
-        """Called when a step has sampled, before the model drafts; see `_Noise`."""
-        self._noise, self._copy = _Noise(temperature, seeds, positions), None
+        """Called when a step has sampled, before the model drafts, with what decides the drafts of all requests.
+
+        Args:
+            temperature, seeds: float32 and int64 [B].
+            positions: int64 [B], input positions of the target's next rows.
+        """
+        self._noise, self._copy = (temperature, seeds, positions), None
 
     def propose(self, *args: Any, num_speculative_tokens: int, **kwargs: Any) -> torch.Tensor:
         """vLLM's `propose`: token ids [B, tokens], with no more tokens than the model shall draft."""
         self._probabilities = []
         wanted = self._always_drafts or self.wants_model()
-        limit = min(num_speculative_tokens, self.num_model_tokens) if wanted else 0
+        limit = min(num_speculative_tokens, self._num_tokens) if wanted else 0
         tokens: torch.Tensor = self._propose(*args, num_speculative_tokens=limit, **kwargs)
         if limit == 0:
             return tokens
@@ -109,14 +105,6 @@ class ModelDrafter:
         return tokens, None
 
 
-def find_model_drafter(runner: Any, config: RolloutSpecConfig) -> ModelDrafter | None:
-    """The runner's drafter with a model, taken over; None if it has none."""
-    if not config.speculation or not has_model_drafter(runner.vllm_config):
-        return None
-    drafter = getattr(runner, "drafter", None)  # only the last pipeline rank has one
-    return None if drafter is None else ModelDrafter(drafter, runner, config)
-
-
 # -- V2 --------------------------------------------------------------------------------------------------------------
 
 
@@ -130,14 +118,14 @@ def make_model_speculator(inner: Any, vllm_config: Any, device: torch.device) ->
 
     if not isinstance(inner, DraftModelSpeculator):
         raise ValueError(f"vLLM made a {type(inner).__name__} of speculative_config, which cannot draft beside history")
-    joint: Any = type(f"Coupled{type(inner).__name__}", (ModelSpeculation, type(inner)), {})
+    joint: Any = type(f"Coupled{type(inner).__name__}", (ModelSpeculator, type(inner)), {})
     speculator = joint.__new__(joint)
     speculator.__dict__ = inner.__dict__
     speculator.take_over(vllm_config, device)
     return speculator
 
 
-class ModelSpeculation:
+class ModelSpeculator:
     """What is put before the class of vLLM's speculator.
 
     Attributes:

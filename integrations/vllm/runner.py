@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.features.torch import prepare
-from rollout_spec.integrations.vllm.commands import EngineParts, run_command
+from rollout_spec.integrations.vllm.commands import run_command
 from rollout_spec.integrations.vllm.config import say
 from rollout_spec.integrations.vllm.ranks import agreeing_on_any, broadcasting_from_first_rank
 from rollout_spec.integrations.vllm.session import Session
@@ -25,9 +26,8 @@ class RunnerAdapter:
         stats: This engine's counters.
         clock: Times the runner's steps.
         weights: Notices when the worker gets new ones.
-        num_wanted_drafts: How many draft tokens of each request the next step will verify, where the drafter does not
-            say it: the scheduler decides it when this step is scheduled.
-        adapters: Paths of the LoRA adapters that were loaded, by a command or for a request, by vLLM's number.
+        config: The engine's options.
+        lora_paths: Of the LoRA adapters that were loaded, by a command or for a request, by vLLM's number.
         scheduled: vLLM's `SchedulerOutput` of this step.
         warming_up: Whether vLLM is running made-up requests to compile its kernels, which are ignored.
 
@@ -41,12 +41,11 @@ class RunnerAdapter:
     def __init__(self, runner: Any, config: RolloutSpecConfig, session: Session | None) -> None:
         self.session = session
         self.stats = SpeculationStats() if session is None else session.stats
-        self.num_wanted_drafts = config.max_draft_tokens
         self.clock = StepClock(runner.device, self.stats)
         self.weights = WeightWatch()
-        self.adapters: dict[int, str] = {}
+        self.lora_paths: dict[int, str] = {}
+        self.config = config
         self._runner = runner
-        self._config = config
         # Read once: a user's own drafter could answer otherwise later, and on one rank only.
         drafter = None if session is None else session.drafter
         self._drafter_wants_features = bool(getattr(drafter, "wants_features", False))
@@ -57,7 +56,7 @@ class RunnerAdapter:
             # Ranks round sums differently.
             self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config, runner.device)
 
-    def finish_counting(self) -> None:
+    def finish_counting(self) -> Any:
         """Count the verifications that have not been counted, as reading them at once would wait for the device."""
         raise NotImplementedError
 
@@ -91,8 +90,8 @@ class RunnerAdapter:
             device,
             vocab_size=int(model.get_vocab_size()),
             dtype=getattr(model, "head_dtype", model.dtype),
-            num_speculative_tokens=self._config.max_draft_tokens if self._config.speculation else 0,
-            method=self._config.verify,
+            num_speculative_tokens=self.config.max_draft_tokens if self.config.speculation else 0,
+            method=self.config.verify,
             logprobs_mode=str(model.logprobs_mode),
         )
         is_true_on_any = agreeing_on_any(vllm_config) or bool
@@ -105,38 +104,39 @@ class RunnerAdapter:
             )
         say(f"rollout_spec: the verifier agrees with its reference ({time.perf_counter() - started:.1f} s)")
 
-    def warm_up(self) -> contextlib.AbstractContextManager[None]:
-        """Wrap what vLLM does with made-up requests. Those of V1 do not reach our sampler."""
-        return contextlib.nullcontext()
+    @contextmanager
+    def warm_up(self) -> Iterator[None]:
+        """Wrap what vLLM does with made-up requests, which have no seeds and are ignored."""
+        before, self.warming_up = self.warming_up, True
+        try:
+            yield
+        finally:
+            self.warming_up = before
 
     def command(self, name: str, *args: Any) -> Any:
         """See `rollout_spec.integrations.vllm.commands.run_command`."""
         self.finish_counting()
         self.clock.read()
-        return run_command(EngineParts(self._config, self.session, self.stats, self.weights), name, *args)
+        return run_command(self, name, *args)
 
-    def begin_step(self) -> None:
-        """Called before every step runs."""
+    def begin_step(self, scheduled: Any) -> None:
+        """Called before every step with vLLM's `SchedulerOutput`, before the runner looks at it."""
+        self.scheduled = scheduled
+        for request in scheduled.scheduled_new_reqs:
+            lora = request.lora_request
+            if lora is not None and self.lora_paths.get(lora.lora_int_id) != lora.lora_path:
+                self.on_lora(lora)
         version = self.weights.begin_step()
         if version is not None and self.session is not None:
             self.session.begin_policy_version(version)
         if self.session is None or self.session.is_learning:
             self.clock.start()
-
-    def on_scheduled(self, scheduled: Any) -> None:
-        """Called after `begin_step` with vLLM's `SchedulerOutput`, before the runner looks at it."""
-        self.scheduled = scheduled
-        self.num_wanted_drafts = scheduled.num_spec_tokens_to_schedule
-        for request in scheduled.scheduled_new_reqs:
-            lora = request.lora_request
-            if lora is not None and self.adapters.get(lora.lora_int_id) != lora.lora_path:
-                self.on_adapter(lora)
         if self.session is not None and not self.warming_up:
             self.session.finish_requests(scheduled.finished_req_ids, scheduled.preempted_req_ids or ())
 
-    def on_adapter(self, lora_request: Any) -> None:
+    def on_lora(self, lora_request: Any) -> None:
         """A LoRA adapter is loaded, which is a new policy."""
-        self.adapters[lora_request.lora_int_id] = lora_request.lora_path
+        self.lora_paths[lora_request.lora_int_id] = lora_request.lora_path
         self.weights.announce()
 
     def on_forward(self) -> None:

@@ -23,8 +23,8 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.features.format import FEATURE_WORDS, Features
-from rollout_spec.integrations.vllm.config import config_of
-from rollout_spec.integrations.vllm.hybrid import ModelDrafter, find_model_drafter
+from rollout_spec.integrations.vllm.config import has_model_drafter
+from rollout_spec.integrations.vllm.hybrid import ModelDrafter
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import RunnerAdapter
 from rollout_spec.integrations.vllm.sampling import (
@@ -39,7 +39,7 @@ from rollout_spec.integrations.vllm.sampling import (
     verifier_scores,
 )
 from rollout_spec.integrations.vllm.session import HostSession
-from rollout_spec.transfers import HostCopy, to_device, upload
+from rollout_spec.transfers import HostCopy, upload
 from rollout_spec.types import SamplingBatch, VerifyResult
 from rollout_spec.verify.api import verify_rows
 from rollout_spec.verify.layout import Layout, lay_out
@@ -109,27 +109,26 @@ class RunnerAdapterV1(RunnerAdapter):
         processors = list(runner.input_batch.logitsprocs.all)
         self._adds_biases = not any(isinstance(processor, LogitBiasLogitsProcessor) for processor in processors)
         self._hidden: torch.Tensor | None = None  # the states that the step's logits were computed from
-        self.model_drafter: ModelDrafter | None = find_model_drafter(runner, config)
+        self.model_drafter: ModelDrafter | None = None
+        session: HostSession | None = None
         drafter = getattr(runner, "drafter", None)  # without speculation there is none
-        # Made here and not by the proposer, whose errors vLLM hides behind a hint of its own.
-        session = None if drafter is None else _make_session(runner, config, has_model=self.model_drafter is not None)
+        if drafter is not None:  # made here and not by the proposer, whose errors vLLM hides behind a hint of its own
+            share, has_model = sharing_from_first_rank(runner.vllm_config), has_model_drafter(runner.vllm_config)
+            late = runner.device.type != "cpu"
+            session = HostSession(config, runner.vllm_config, share, has_model=has_model, index_late=late)
+            if has_model:
+                self.model_drafter = ModelDrafter(drafter, runner, config, session.wants_model)
         super().__init__(runner, config, session)
         self.session: HostSession | None = session
         if isinstance(drafter, RolloutSpecProposer):
             drafter.adapter = self
-        if self.model_drafter is not None and session is not None:
-            self.model_drafter.wants_model = session.wants_model
         refuse_own_processors(processors)
-
-    def finish_counting(self) -> None:
-        """See `RunnerAdapter`."""
-        self.count_last_verification()
 
     def compile_kernels(self) -> None:
         """Called before vLLM's own warm-up. On CPUs the verifier has no kernels."""
         if self._runner.device.type == "cuda":
-            draws = self.model_drafter is not None and self._config.verify == "sample"
-            compile_kernels(self._config, self._runner, features=self._drafter_wants_features, draws=draws)
+            draws = self.model_drafter is not None and self.config.verify == "sample"
+            compile_kernels(self.config, self._runner, features=self._drafter_wants_features, draws=draws)
 
     def on_forward(self) -> None:
         """See `RunnerAdapter`. Keeps the step's hidden states."""
@@ -137,9 +136,9 @@ class RunnerAdapterV1(RunnerAdapter):
         state = self._runner.execute_model_state
         self._hidden = None if state is None else state.sample_hidden_states
 
-    def on_scheduled(self, scheduled: Any) -> None:
+    def begin_step(self, scheduled: Any) -> None:
         """See `RunnerAdapter`."""
-        super().on_scheduled(scheduled)
+        super().begin_step(scheduled)
         for request in scheduled.scheduled_new_reqs:
             _need_no_generator(request.sampling_params)
         if scheduled.scheduled_new_reqs or scheduled.finished_req_ids:
@@ -161,7 +160,7 @@ class RunnerAdapterV1(RunnerAdapter):
         self.clock.mark()
         sampling = self._runner.input_batch.sampling_metadata
         batch = self._describe_batch(sampling)
-        self.count_last_verification()
+        self.finish_counting()
         num_draft_tokens = metadata.num_draft_tokens if metadata is not None else [0] * len(batch.req_ids)
         batch.below_min_tokens[:] = [
             r for r in batch.below_min_tokens if len(r.output_token_ids) < r.sampling_params.min_tokens
@@ -176,12 +175,12 @@ class RunnerAdapterV1(RunnerAdapter):
         result = verify_rows(
             processed,
             layout,
-            method=self._config.verify,
+            method=self.config.verify,
             logprobs_mode=mode if scored_here else None,
             hidden=hidden if self.wants_features else None,
             after_difference=self.wants_rejected_targets,
             # Not the longest draft of the step: each width is another variant of the kernel.
-            max_draft_tokens=self._config.max_draft_tokens if metadata is not None else 0,
+            max_draft_tokens=self.config.max_draft_tokens if metadata is not None else 0,
         )
         self._book(batch, layout, result, num_draft_tokens)
         tensors = None
@@ -194,7 +193,7 @@ class RunnerAdapterV1(RunnerAdapter):
         if self.session is not None and self.session.is_learning:
             self.session.update_index()  # before anything waits for the device; `draft` reads the outcome
         elif not self._runner.use_async_scheduling:
-            self.count_last_verification()
+            self.finish_counting()
         return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=tensors)
 
     def _book(self, batch: _Batch, layout: Layout, result: VerifyResult, num_draft_tokens: list[int]) -> None:
@@ -251,8 +250,11 @@ class RunnerAdapterV1(RunnerAdapter):
         runner, sampling = self._runner, batch.sampling
         runner.input_batch.update_async_output_token_ids()
         processed = logits.to(torch.float32, copy=True)
-        if self._adds_biases:  # first: vLLM, which does so without speculation only, does it before penalties
-            self._add_biases(processed, metadata)
+        if batch.biases:  # first: vLLM, which does so without speculation only, does it before penalties
+            lengths = np.array([0] * len(batch.req_ids) if metadata is None else metadata.num_draft_tokens)
+            ends = np.cumsum(lengths + 1)
+            for row, (tokens, biases) in batch.biases.items():
+                processed[ends[row] - lengths[row] - 1 : ends[row], tokens] += biases
         if metadata is None:
             processed = runner.sampler.apply_logits_processors(processed, sampling, False)
         else:
@@ -266,17 +268,8 @@ class RunnerAdapterV1(RunnerAdapter):
             processed = truncate(processed, batch.rows, request)
         return keep_broken(processed, logits)
 
-    def _add_biases(self, logits: torch.Tensor, metadata: Any) -> None:
-        """Add requests' `logit_bias` to `logits`, float32 [N, V]."""
-        if self._batch is None or not self._batch.biases:
-            return
-        counts = metadata.num_draft_tokens if metadata is not None else [0] * len(self._batch.req_ids)
-        ends = np.cumsum(np.array(counts) + 1).tolist()
-        for row, (tokens, biases) in self._batch.biases.items():
-            logits[ends[row] - counts[row] - 1 : ends[row], tokens] += biases
-
-    def count_last_verification(self) -> Verification | None:
-        """Count the last verification, if that has not been done.
+    def finish_counting(self) -> Verification | None:
+        """See `RunnerAdapter`.
 
         Returns:
             What the drafter should know of it; None if it has been counted, or if the drafter is switched off.
@@ -336,8 +329,8 @@ class RunnerAdapterV1(RunnerAdapter):
         )
         biases = {
             row: (
-                to_device(list(params[row].logit_bias), torch.int64, device),
-                to_device(list(params[row].logit_bias.values()), torch.float32, device),
+                upload(np.array(list(params[row].logit_bias), np.int64), device),
+                upload(np.array(list(params[row].logit_bias.values()), np.float32), device),
             )
             for row in np.flatnonzero(asked["has_bias"]).tolist()
         }
@@ -356,8 +349,8 @@ class RunnerAdapterV1(RunnerAdapter):
             if now is before:
                 continue
             require_seed(now, f"request {req_ids[row]}")
-            processes = needs_processing(now, now.min_tokens)
-            self._rows[row] = now.seed, now.min_p, processes, bool(now.min_tokens), bool(now.logit_bias)
+            has_bias = self._adds_biases and bool(now.logit_bias)
+            self._rows[row] = now.seed, now.min_p, needs_processing(now), bool(now.min_tokens), has_bias
             known[row] = now
 
     # -- drafting ----------------------------------------------------------------------------------------------------
@@ -385,7 +378,7 @@ class RunnerAdapterV1(RunnerAdapter):
         """
         session, size = self.session, is_sampled.size
         assert session is not None
-        verification = self.count_last_verification()
+        verification = self.finish_counting()
         if verification is None or not session.is_learning:  # it may have raised since this step was verified
             if not session.is_learning and model is not None:  # history is lost, the model is not
                 listed = zip(is_sampled.tolist(), model.token_ids.tolist(), strict=True)
@@ -424,12 +417,6 @@ class RunnerAdapterV1(RunnerAdapter):
         for row, tokens, length in of_rows:
             proposed[row] = tokens[:length]
         return proposed
-
-
-def _make_session(runner: Any, config: RolloutSpecConfig, *, has_model: bool) -> HostSession:
-    share = sharing_from_first_rank(runner.vllm_config)
-    index_late = runner.device.type != "cpu"
-    return HostSession(config, runner.vllm_config, share, has_model=has_model, index_late=index_late)
 
 
 def _need_no_generator(params: Any) -> None:
@@ -471,17 +458,12 @@ class RolloutSpecProposer:
 
     Attributes:
         adapter: Drafts. Set by itself.
-
-    Raises:
-        ValueError: the configuration is wrong; see `config_of`.
     """
 
     adapter: RunnerAdapterV1 | None = None
 
     def __init__(self, vllm_config: Any) -> None:
-        config = config_of(vllm_config)
-        if config is None or not config.speculation:
-            raise ValueError("this engine does not ask for rollout_spec: use rollout_spec.engine_kwargs()")
+        """Part of vLLM's interface."""
 
     def load_model(self, model: Any) -> None:
         """Part of vLLM's interface; there is no model.

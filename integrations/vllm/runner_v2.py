@@ -2,19 +2,15 @@
 
 One engine step: vLLM runs the target over every scheduled token and hands the logits to `VerifyingSampler`, which
 replaces both of vLLM's samplers and verifies the drafts with Triton kernels; then vLLM records the sampled tokens and
-calls `HistorySpeculator.propose`, which copies the outcome to the host, tells the drafter and returns the next drafts.
+calls `HostSpeculator.propose`, which copies the outcome to the host, tells the drafter and returns the next drafts.
 That drafter lives on the host, so scheduling is synchronous; the scheduler is told each draft's length, so that a
 request without a draft costs one token. `device.py` has the speculator that keeps scheduling asynchronous.
-
-From vLLM 0.31 on the samples' noise is the same as V2's own; that of 0.26 to 0.30 is replaced, with and without
-speculation.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,15 +79,15 @@ class RunnerAdapterV2(RunnerAdapter):
     """Follows one V2 model runner's requests, whose samplers it replaces.
 
     Attributes: those of `RunnerAdapter`, and
-        speculator: A `HistorySpeculator`, a `DeviceSpeculator` or a `ModelSpeculation`; None for an engine without
+        speculator: A `HostSpeculator`, a `DeviceSpeculator` or a `ModelSpeculator`; None for an engine without
             speculation, which samples with our noise only.
-        host_speculator: The same, if it is a `HistorySpeculator`.
+        host_speculator: The same, if it is a `HostSpeculator`.
     """
 
     def __init__(self, runner: Any, config: RolloutSpecConfig) -> None:
         self._hidden: torch.Tensor | None = None  # of the step's tokens
         self.speculator: Any = runner.speculator
-        self.host_speculator = self.speculator if isinstance(self.speculator, HistorySpeculator) else None
+        self.host_speculator = self.speculator if isinstance(self.speculator, HostSpeculator) else None
         super().__init__(runner, config, None if self.speculator is None else self.speculator.session)
 
     def finish_counting(self) -> None:
@@ -135,7 +131,7 @@ class RunnerAdapterV2(RunnerAdapter):
         runner = self._runner
         if compat.shards_batch(runner):
             raise ValueError("rollout_spec does not support batch-sharded sampling: switch it off")
-        sampler = VerifyingSampler(runner.sampler, self, self._config)
+        sampler = VerifyingSampler(runner.sampler, self, self.config)
         runner.sampler = sampler
         sampler.enable_adaptive_verification = getattr(self.speculator, "enable_adaptive_verification", False)
         if runner.rejection_sampler is not None:
@@ -155,16 +151,7 @@ class RunnerAdapterV2(RunnerAdapter):
 
     def compile_kernels(self) -> None:
         """Called before vLLM's own warm-up."""
-        compile_kernels(self._config, self._runner, features=self._drafter_wants_features)
-
-    @contextmanager
-    def warm_up(self) -> Iterator[None]:
-        """Wrap what vLLM does with made-up requests, which have no seeds and are ignored."""
-        before, self.warming_up = self.warming_up, True
-        try:
-            yield
-        finally:
-            self.warming_up = before
+        compile_kernels(self.config, self._runner, features=self._drafter_wants_features)
 
     def cut_drafts(self, drafts: Any) -> Any:
         """Cut the scheduler's drafts to their own lengths; vLLM would verify K tokens for every request."""
@@ -200,8 +187,8 @@ class VerifyingSampler:
         self._needs_vllm: np.ndarray = np.zeros(inner.sampling_states.max_num_reqs, bool)
         self._min_tokens: np.ndarray = np.zeros(self._needs_vllm.size, np.int64)
         self._num_steps: np.ndarray = np.zeros(self._needs_vllm.size, np.int64)
-        """At least as many output tokens each request has; one that is resumed after a preemption counts from 0. Not
-        counted on where no request of a step is below `min_tokens`."""
+        """A lower bound on each request's output tokens: counted only in steps in which a request is below its
+        `min_tokens`, and from 0 again after a preemption."""
         self._asked: _Asked | None = None  # of the last step, for one of the same requests
         self._unread: deque[_Uncounted] = deque()
 
@@ -217,8 +204,7 @@ class VerifyingSampler:
         params = compat.sampling_params_argument(args, kwargs)
         if not self._adapter.warming_up:
             require_seed(params, "a request")
-        processes = needs_processing(params, params.min_tokens)
-        self._needs_vllm[req_idx] = self._own_processors or processes
+        self._needs_vllm[req_idx] = self._own_processors or needs_processing(params)
         self._min_tokens[req_idx], self._num_steps[req_idx] = params.min_tokens, 0
         self._asked = None
         return self.inner.add_request(req_idx, *args, **kwargs)
@@ -389,7 +375,7 @@ def _has_sampled(input_batch: Any) -> np.ndarray:
     return ~input_batch.is_prefilling_np | is_read
 
 
-class HistorySpeculator(BaseSpeculator):
+class HostSpeculator(BaseSpeculator):
     """vLLM's speculator around a `HostSession`.
 
     Attributes:

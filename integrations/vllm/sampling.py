@@ -36,12 +36,8 @@ def compile_kernels(config: RolloutSpecConfig, runner: Any, *, features: bool, d
     )
 
 
-def needs_processing(params: Any, num_output_tokens: int = 0) -> bool:
-    """Whether a request's logits go through vLLM's own processors before they reach our verifier.
-
-    Args:
-        num_output_tokens: Output tokens that it has; from `min_tokens` on it needs no mask for the sake of that.
-    """
+def needs_processing(params: Any) -> bool:
+    """Whether a request's logits always go through vLLM's own processors, apart from `min_tokens`."""
     return bool(
         params.presence_penalty != 0
         or params.frequency_penalty != 0
@@ -49,7 +45,6 @@ def needs_processing(params: Any, num_output_tokens: int = 0) -> bool:
         or params.bad_words
         or params.allowed_token_ids
         or params.logit_bias
-        or params.min_tokens > num_output_tokens
         or params.thinking_token_budget is not None
         or params.top_k > 0  # vLLM has reset these of greedy requests
         or params.top_p < 1

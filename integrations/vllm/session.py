@@ -55,8 +55,8 @@ class Session:
         engine_history: Keeps history beyond this engine; None without `history_dir`.
         budget: Decides how much of each draft is verified. None: all of it.
         num_speculative_tokens: K, the most tokens drafted per request and step.
-        enabled: Whether anything is drafted. Also while nothing is, history grows.
-        is_learning: Whether it does: on the host no longer once the drafter has raised.
+        enabled: Whether drafts are made. History grows also while they are not.
+        is_learning: Whether history grows: False once a drafter on the host has raised.
         enable_adaptive_verification: Whether vLLM cuts drafts on the device, by its name for it.
     """
 
@@ -142,7 +142,7 @@ class Session:
         return self._ask(summary) or {}
 
     def begin_conversation(self, request: Any, prompt_token_ids: Int32Array) -> Conversation:
-        """Find a new request's problem; what others have said of it is read from now on.
+        """Find a new request's problem, and begin to read what other engines have sampled for it.
 
         Conversations with different LoRA adapters or images are different. An adapter's versions are one adapter, as
         those of a policy are one policy. A request that is drafted from its own text alone has no problem.
@@ -288,12 +288,9 @@ class HostSession(Session):
 
     def start_requests(self, requests: Iterable[Any]) -> None:
         """See `Session`. Prompts of embeddings are not started."""
-        with_tokens = [request for request in requests if request.prompt_token_ids is not None]
-        if with_tokens and self.is_learning:
-            started = time.perf_counter()
-            for request in with_tokens:
-                self._ask(lambda: self._start(request))  # noqa: B023
-            self.stats.index_seconds += time.perf_counter() - started
+        for request in requests:
+            if request.prompt_token_ids is not None:
+                self._index(lambda: self._start(request))  # noqa: B023
 
     def finish_requests(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
         """See `Session`. Preempted requests keep their rows."""
@@ -353,10 +350,6 @@ class HostSession(Session):
         self.drafter.stop_request(req_id, keep=keep)
         if self.engine_history is not None:
             self.engine_history.end_request(live.conversation.problem_id)
-
-    def _stop_all(self) -> None:
-        for req_id in list(self.live):
-            self._stop(req_id)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -418,17 +411,18 @@ class HostSession(Session):
 
     def update_index(self) -> None:
         """Do the last step's work that could wait. Called while the device computes. Raises like `draft`."""
-        if self.is_learning:
-            started = time.perf_counter()
-            self._ask(self.drafter.update_index)
-            self.stats.index_seconds += time.perf_counter() - started
+        self._index(self.drafter.update_index)
 
     def exchange_history(self) -> None:
         """See `Session`."""
-        if self.engine_history is not None and self.is_learning:
-            started = time.perf_counter()
-            super().exchange_history()
-            self.stats.index_seconds += time.perf_counter() - started
+        if self.engine_history is not None:
+            self._index(self.engine_history.exchange)
+
+    def _index(self, call: Callable[[], Any]) -> None:
+        """Call the drafter while the device computes, and count the time."""
+        started = time.perf_counter()
+        self._ask(call)
+        self.stats.index_seconds += time.perf_counter() - started
 
     def _end_with_the_batch(self) -> None:
         """Hand over a batch's last rollouts where all are complete: the engine's next step may be long in coming."""
@@ -460,7 +454,8 @@ class HostSession(Session):
         """See `Session`. Also once the drafter has raised."""
         try:
             if self.engine_history is not None and self.is_learning:
-                self._stop_all()  # the last step may have ended some; others keep what they said
+                for req_id in list(self.live):  # the last step may have ended some; others keep what they said
+                    self._stop(req_id)
             super().close()
         except Exception as error:
             self._switch_off(error)

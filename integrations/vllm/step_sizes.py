@@ -63,7 +63,7 @@ def larger_sizes(usual_largest: int, most_tokens: int, width: int) -> list[int]:
 def affordable_ranges(
     num_speculative_tokens: int, max_tokens: int = CHEAP_TOKENS, share_of_experts: float = 1.0
 ) -> list[tuple[int, int, int]]:
-    """K by the number of requests: 1, 3, 7 and so on up to what is asked for, with which a step has few tokens, or 0.
+    """K by the number of requests: the largest of 1, 3, 7, ... with which a step has at most `max_tokens`, or 0.
 
     Requests of a step then have 2, 4, 8, … tokens each, which divide the numbers of tokens that vLLM captures CUDA
     graphs for, so that steps are padded little.
@@ -109,7 +109,8 @@ def ranges_of(
 
 def most_tokens(max_num_seqs: int, ranges: Sequence[tuple[int, int, int]]) -> int:
     """The most tokens of a step in which every request has a whole draft. Of the last range K holds without end."""
-    after = [first for first, _, _ in ranges[1:]] + [max_num_seqs + 1]  # what a gap's K is, the range before it says
+    # In a gap between ranges the lower one's K holds.
+    after = [first for first, _, _ in ranges[1:]] + [max_num_seqs + 1]
     return max(
         min(end - 1, max_num_seqs) * (k + 1)
         for (first, _, k), end in zip(ranges, after, strict=True)
@@ -193,7 +194,7 @@ def _with_steps_of(vllm_config: Any, ks: Sequence[int]) -> Any:
     """A copy for which vLLM captures the steps of each K, as a schedule of K by batch size may ask for them.
 
     Args:
-        ks: Rising. Of more than there can be requests, the largest ones.
+        ks: Rising. Where they are more than there can be requests, only the largest ones count.
     """
     changed, speculative = copy.copy(vllm_config), copy.copy(vllm_config.speculative_config)
     most = vllm_config.scheduler_config.max_num_seqs

@@ -19,11 +19,11 @@ class WeightWatch:
 
     def __init__(self) -> None:
         self.version = 0
-        self._num_announced = 0
+        self._is_announced = False
 
-    def announce(self, num_versions: int = 1) -> None:
-        """Weights are loaded; several versions make older history go sooner."""
-        self._num_announced = max(self._num_announced, num_versions)
+    def announce(self) -> None:
+        """Weights are loaded."""
+        self._is_announced = True
 
     def watch(self, model: Any) -> None:
         """Notice calls of `model.load_weights`, as TRL makes them without a method of the worker."""
@@ -40,8 +40,7 @@ class WeightWatch:
 
     def begin_step(self) -> int | None:
         """The number of the policy version that begins with this step; None: it is still the last one's."""
-        if not self._num_announced:
+        if not self._is_announced:
             return None
-        self.version += self._num_announced
-        self._num_announced = 0
+        self.version, self._is_announced = self.version + 1, False
         return self.version

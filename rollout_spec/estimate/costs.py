@@ -24,8 +24,7 @@ Floats = NDArray[np.float64]
 PEAKS = {"h100": (3.35e12, 989e12), "h200": (4.8e12, 989e12), "a100": (2.04e12, 312e12)}
 """Bytes and dense bf16 operations per second in NVIDIA's data sheets, SXM, A100 with 80 GB."""
 BYTES_SHARE, FLOPS_SHARE = 0.8, 0.7
-"""What kernels reach of them: estimates. With these alone a step of 2,304 tokens takes an 8B model 61 ms on an H100,
-and one of 256 without drafts 14, where reading vLLM's code had given 55 to 60 and 12; with MEASURED_SHARE 46 and 14."""
+"""What share of them kernels reach: estimates, which MEASURED_SHARE corrects."""
 SHARPNESS = 4
 """Where reading weights and computing take about the same time, kernels reach less of either: the two times to this
 power are added. At equal times that is 1.19 times as long as either. An estimate."""
@@ -58,10 +57,10 @@ end at `LARGEST_CUT`, but launching those steps' kernels takes less time than th
 
 # Ours on the device, as replayed from CUDA graphs on an H100 (bench_verify.jsonl, bench_device.jsonl).
 SAMPLE, SCAN_ROW = 80e-6, 0.31e-6
-"""Sampling per step and per row of logits, of 144 to 4,608 rows with drafts; without, 256 and 512 rows take twice as
-long. "none" gets ours."""
+"""Sampling per step and per row of logits, of 144 to 4,608 rows with drafts. Steps without drafts are charged the same,
+though 256 and 512 rows take twice as long."""
 DRAFT_CALL, DRAFT_REQUEST = 110e-6, 0.3e-6
-"""Between what 0.1 and 1 million tokens of rollouts take."""
+"""Drafting, per step and per request: between what it takes with 0.1 and with 1 million tokens of rollouts."""
 FEATURES = 12e-6
 """What they add to sampling, per step."""
 

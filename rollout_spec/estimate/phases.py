@@ -30,8 +30,8 @@ from rollout_spec.types import Drafts
 class Adaptive:
     """Cuts whole drafts as vLLM's adaptive verification does: by the drafter's confidences and what steps cost.
 
-    How many draft tokens a step keeps follows from the confidences of the drafts before, as the host has no later ones;
-    which ones, from those of these drafts. Whether there are any, its `schedule` says.
+    How many draft tokens a step keeps is decided by the previous drafts' confidences, the latest that the host has;
+    which ones, by these drafts'. Its `schedule` says whether there are drafts at all.
 
     Args:
         seconds: Of steps by their number of requests and their numbers of tokens, as far as the engine knows.
@@ -84,21 +84,6 @@ Policy = Budget | Adaptive | MeasuredSchedule | Callable[[int], int]
 in the scheduler; or K by the number of requests, 0 to switch drafts off."""
 
 
-def by_ranges(ranges: Sequence[tuple[int, int, int]]) -> Callable[[int], int]:
-    """K by requests as vLLM's `num_speculative_tokens_per_batch_size` says it.
-
-    Args:
-        ranges: (first, last, K), rising; K = 0 in between. The last range has no upper end.
-    """
-
-    def k(num_requests: int) -> int:
-        if num_requests > ranges[-1][1]:
-            return ranges[-1][2]
-        return next((k for first, last, k in ranges if first <= num_requests <= last), 0)
-
-    return k
-
-
 def k_by_requests(gpu: str | None, num_speculative_tokens: int, used_experts: float) -> Callable[[int], int]:
     """The most tokens that engines draft for each of so many requests, where vLLM does not cut drafts.
 
@@ -107,7 +92,8 @@ def k_by_requests(gpu: str | None, num_speculative_tokens: int, used_experts: fl
         used_experts: Share of its experts that a token of the model uses.
     """
     cheap = CHEAP_TOKENS_A100 if gpu == "a100" else CHEAP_TOKENS
-    return by_ranges(affordable_ranges(num_speculative_tokens, cheap, used_experts))
+    ranges = affordable_ranges(num_speculative_tokens, cheap, used_experts)  # without gaps; the last has no end
+    return lambda num_requests: next((k for first, _, k in reversed(ranges) if first <= num_requests), 0)
 
 
 class Step(NamedTuple):

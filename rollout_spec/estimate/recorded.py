@@ -72,7 +72,10 @@ def by_problem(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 class RecordedTarget:
-    """Recorded rollouts as the target of a `Decoder`. After its `start` and `step` call `settle`."""
+    """Recorded rollouts as the target of a `Decoder`. After its `step` call `settle`.
+
+    After its `start`, too, where the first run of a rollout may have a single token.
+    """
 
     def __init__(self) -> None:
         self.num_known = np.zeros(0, np.int64)  # [B] tokens of the last step's drafts that had recorded ones

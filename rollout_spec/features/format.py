@@ -47,13 +47,6 @@ def check_features(features: Features, size: int) -> None:
         )
 
 
-def take(features: Features, rows: NDArray[np.int64]) -> Features:
-    """The features of some rows; of those below 0 nothing is known."""
-    taken = features[rows]
-    taken[rows < 0] = 0
-    return taken
-
-
 def pack(signatures: NDArray[np.uint64], top_ids: Int32Array, top_logprobs: NDArray[np.floating]) -> Features:
     """Features of T tokens.
 

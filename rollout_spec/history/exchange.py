@@ -7,7 +7,7 @@ writes a problem's rollouts once none of its requests is live any more, and at m
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # noqa: F401 - before `start` registers for the exit: who is last is called first
+import concurrent.futures.thread  # noqa: F401 - exit hooks run last to first, and ours must run before its own
 import logging
 import os
 import threading

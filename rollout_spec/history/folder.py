@@ -34,15 +34,15 @@ from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout, Root
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
-"""Raised when files of older code can no longer be read."""
+"""Incremented when files of older code can no longer be read."""
 METADATA_KEY = b"rollout_spec.history"
 MAX_PROBLEM_TOKENS = 262_144
 """Of one problem, newest policy versions first, that an engine reads: a group of 16 in each of 30 epochs, 512 each."""
 READERS = 16
 """Files of a remote file system that are read at once: an answer takes long, and little work."""
 CHECKS_PER_BOUND = 16
-"""While the files of a full folder's size are written, by all engines together, about so many times it is listed and
-pruned: each byte has the same chance to be followed by that."""
+"""About so many times a full folder is listed and pruned while all engines together write as many bytes as its bound:
+after each write, with a probability in proportion to its bytes."""
 S3_OPTIONS = {"max_concurrency": 1, "config_kwargs": {"retries": {"total_max_attempts": 1}}}
 """Of s3fs. With more requests at once it asks for a file's size before it reads it. It tries five times itself, and
 botocore would try each of these five times: a store that throttles would get 25 requests for one."""
@@ -311,7 +311,8 @@ class HistoryFolder:
                 break
             kept += 1
         gone = files[kept:]
-        paths = [] if dry_run else [file.path for file in reversed(gone)]  # who is killed here leaves no gap
+        # Oldest first: if killed here, the newest stay.
+        paths = [] if dry_run else [file.path for file in reversed(gone)]
         size = 1000 if self.is_remote else 1  # S3 deletes 1,000 files by one request
         for i in range(0, len(paths), size):
             with _raising_os_errors(), contextlib.suppress(FileNotFoundError):  # another process prunes, too

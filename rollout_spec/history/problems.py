@@ -47,8 +47,6 @@ class Conversation(NamedTuple):
     """None: the prompt is empty, and the request shares no history."""
     num_known: int = 0
     """How many of the prompt's first tokens the problem's history has already."""
-    is_first: bool = False
-    """Whether the prompt begins the conversation."""
     length: int = 0
     """Tokens of the prompt."""
     state: int = 0
@@ -61,7 +59,7 @@ class _Text:
     length: int
     whole: int  # hash of all tokens
     head: int | None  # hash of all but the last SLACK
-    num_known: int  # of a prompt equal to it
+    num_known: int  # `Conversation.num_known` of a prompt equal to it
     is_root: bool = False
     is_ended: bool = False  # whether it ends with an output
     is_stored: bool = True  # whether its tokens are in the drafter's history
@@ -71,7 +69,7 @@ class _Text:
     @property
     def is_shared(self) -> bool:
         """Whether different conversations begin with it."""
-        return self.num_longer >= MAX_LONGER * max(self.num_met, 1)
+        return self.num_longer >= MAX_LONGER * self.num_met
 
 
 class Problems:
@@ -111,7 +109,7 @@ class Problems:
             known.is_stored = True
             known.num_met += 1
             self._texts.move_to_end(whole)
-            return Conversation(known.problem_id, known.num_known, known.is_root, size, whole)
+            return Conversation(known.problem_id, known.num_known, size, whole)
         found, num_known = self._find(hashes), 0
         if found is None:
             problem_id = problem_of_prompt(prompt_token_ids)
@@ -125,7 +123,7 @@ class Problems:
             num_known = size_of_beginning if text.is_stored else 0
         head = int(hashes[-SLACK - 1]) if size > SLACK else None
         self._remember(_Text(problem_id, size, whole, head, num_known, is_root=found is None))
-        return Conversation(problem_id, num_known, found is None, size, whole)
+        return Conversation(problem_id, num_known, size, whole)
 
     def stop(self, conversation: Conversation, output_token_ids: Int32Array) -> None:
         """A request has ended and stays in the history: its prompt and output are a known text from now on."""

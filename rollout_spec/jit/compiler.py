@@ -84,9 +84,6 @@ class _ReferenceType(types.StructRef):
 class _Reference(structref.StructRefProxy):  # type: ignore[misc]
     __slots__ = ()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return by_reference, (_values(self),)  # a copy has arrays of its own
-
 
 structref.define_proxy(_Reference, _ReferenceType, ["values"])
 
@@ -94,11 +91,6 @@ structref.define_proxy(_Reference, _ReferenceType, ["values"])
 @njit
 def _by_reference(values: Any) -> Any:
     return _Reference(values)
-
-
-@njit
-def _values(reference: Any) -> Any:
-    return reference.values
 
 
 by_reference: Any = (lambda values: SimpleNamespace(values=values)) if numba.config.DISABLE_JIT else _by_reference

@@ -26,7 +26,8 @@ from rollout_spec.types import GREEDY_TEMPERATURE, PLACEHOLDER_TOKEN_ID, Logprob
 from rollout_spec.verify.layout import Layout
 
 CHUNK = 64
-"""Tokens of the vocabulary of which only the largest logit is kept, and of three chunks all."""
+"""Tokens per chunk of the vocabulary. Features count the largest logit of each chunk, and all logits of the three best.
+"""
 BLOCK = 512
 """Tokens that are hashed and compared at a time."""
 MIN_EXPONENT = np.float32(-87.0)

@@ -30,8 +30,8 @@ def begin(problems, prompt, **options):
 
 
 def start(problems, prompt, **options):
-    """(problem, known tokens, whether it begins the conversation) of a prompt."""
-    return tuple(begin(problems, prompt, **options)[:3])
+    """(problem, known tokens) of a prompt."""
+    return tuple(begin(problems, prompt, **options)[:2])
 
 
 def text(seed, size):
@@ -53,7 +53,7 @@ class NaiveProblems:
     def start(self, prompt):
         size = len(prompt)
         if not size:
-            return None, 0, False
+            return None, 0
         equal = [t for t in self.texts if t["tokens"] == prompt]
         if equal:
             equal[0]["met"] += 1
@@ -68,18 +68,18 @@ class NaiveProblems:
                     whole_is_as_long = best is not None and known == agreeing == len(best["tokens"])
                     best, agreeing = (best if whole_is_as_long else t), known
         if best is None:
-            answer = problem_of_prompt(prompt), 0, True
+            answer = problem_of_prompt(prompt), 0
         else:
             best["longer"] += 1
             self.move(best)
-            answer = best["answer"][0], agreeing, False
+            answer = best["answer"][0], agreeing
         self.add(prompt, answer, ended=False, has_head=size > SLACK)
         return answer
 
     def stop(self, prompt, answer, output):
         if prompt and output:
             tokens = prompt + output
-            self.add(tokens, (answer[0], len(tokens), False), ended=True, has_head=len(output) > SLACK)
+            self.add(tokens, (answer[0], len(tokens)), ended=True, has_head=len(output) > SLACK)
 
     def is_shared(self, text):
         return text["longer"] >= module.MAX_LONGER * text["met"]
@@ -118,7 +118,7 @@ def test_it_finds_what_a_search_token_by_token_finds(max_longer, data):
             beginning = beginning[: len(beginning) - data.draw(st.integers(0, 6))]
             prompt = beginning + data.draw(st.lists(st.integers(0, 1), max_size=24))
             conversation, answer = begin(problems, prompt), naive.start(prompt)
-            assert tuple(conversation[:3]) == answer
+            assert tuple(conversation[:2]) == answer
             assert conversation.length == len(prompt)
             if data.draw(st.booleans()):
                 output = data.draw(st.lists(st.integers(0, 1), max_size=20))
@@ -143,16 +143,16 @@ def test_a_system_prompt_joins_few_conversations(num_requests, output):
     assert found[num_joined:] == [problem_of_prompt(prompt) for prompt in prompts[num_joined:]]
     assert problems.root_of(problem_of_prompt(system)) is None
     assert [begin(problems, prompt).problem_id for prompt in prompts] == found
-    assert start(problems, system) == (problem_of_prompt(system), 0, True)
+    assert start(problems, system) == (problem_of_prompt(system), 0)
 
 
 def test_models_do_not_share_texts():
     problems = Problems()
     start(problems, ROOT)
     others = [start(problems, ROOT + ANSWER, model=model) for model in ("a", "b")]
-    assert len({PROBLEM, *(problem for problem, _, _ in others)}) == 3
-    assert [known for _, known, _ in others] == [0, 0]
-    assert start(problems, ROOT + ANSWER + SAID, model="b") == (others[1][0], len(ROOT + ANSWER), False)
+    assert len({PROBLEM, *(problem for problem, _ in others)}) == 3
+    assert [known for _, known in others] == [0, 0]
+    assert start(problems, ROOT + ANSWER + SAID, model="b") == (others[1][0], len(ROOT + ANSWER))
     assert start(problems, [], model="a")[0] is not None
 
 
@@ -182,9 +182,9 @@ def test_roots_are_told_to_another_engine_which_has_their_tokens_not():
         there.add_root(PROBLEM, root)
     assert len(there) == 1
     assert there.root_of(PROBLEM) == root
-    assert start(there, ROOT + SAID + ANSWER) == (PROBLEM, 0, False)
-    assert start(there, ROOT) == (PROBLEM, 0, True)
-    assert start(there, ROOT + ANSWER) == (PROBLEM, len(ROOT), False)  # since it has been prompted here
+    assert start(there, ROOT + SAID + ANSWER) == (PROBLEM, 0)
+    assert start(there, ROOT) == (PROBLEM, 0)
+    assert start(there, ROOT + ANSWER) == (PROBLEM, len(ROOT))  # since it has been prompted here
     assert here.root_of(problem_of_prompt(ANSWER)) is None
 
 

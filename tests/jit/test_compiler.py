@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import json
 import os
-import pickle
 import re
 import shutil
 import subprocess
@@ -19,7 +17,6 @@ import numpy as np
 import pytest
 
 import rollout_spec
-from rollout_spec.drafters import build_drafter
 from rollout_spec.jit import cache
 from rollout_spec.jit import compiler as jit
 from rollout_spec.jit.compiler import by_reference, njit
@@ -164,19 +161,6 @@ def test_what_is_passed_by_reference_is_read_and_written_in_place():
     del values, state, other
     gc.collect()
     assert sys.getrefcount(cube) == before - 1, "arrays live as long as what refers to them, and no longer"
-
-
-def test_a_drafter_can_be_copied_and_pickled():
-    """As by a user who keeps one: the copy's arrays are its own, and those that its compiled calls see."""
-    drafter = build_drafter("history", max_draft_tokens=4)
-    drafter.start_request("a", [1, 2, 3, 1, 2])
-    room = np.full(1, 4, np.int32)
-    for copied in (copy.deepcopy(drafter), pickle.loads(pickle.dumps(drafter))):
-        copied.extend("a", [3, 1])
-        copied.check_integrity()
-        assert copied.propose(["a"], room)[0].token_ids.tolist() == [2, 3, 1, 2]
-    drafter.extend("a", [3])
-    assert drafter.propose(["a"], room)[0].token_ids.tolist() == [1, 2, 3, 1]
 
 
 def test_the_digest_covers_files_of_every_depth(tmp_path, monkeypatch):

@@ -189,10 +189,7 @@ def test_a_budget_changes_no_rollout(tiny_model, off, reference_model, drafter):
     prompts = prompts_of(asked)
     for _ in range(2):
         assert_same(generate(llm, asked, prompts), generate(off, asked, prompts), prompts, asked, reference_model)
-    tokens, seconds = session_of(llm).budget.cost.curve(drafted=False)
-    assert tokens.size
-    assert (seconds > 0).all()
-    assert tokens.max() <= sum(map(len, prompts)) + len(prompts) * (K + 1)
+    assert session_of(llm).budget.cost.undrafted(K)[0] > 0
     stats = stats_of(llm)
     assert stats["drafter_errors"] == 0
     assert stats["draft_tokens"] > 0

@@ -38,7 +38,7 @@ def serve(llm, params, prompts):
             draft_tokens_since_error.append(stats["draft_tokens"])
         step += 1
         if step % 4 == 0:
-            llm.collective_rpc("rollout_spec", args=("begin_policy_version", 1))
+            llm.collective_rpc("rollout_spec", args=("begin_policy_version",))
     # In the first step after the error what had been drafted before is verified, and nothing from then on.
     assert len(set(draft_tokens_since_error[1:])) <= 1
     return [outputs[str(i)] for i in range(len(prompts))]

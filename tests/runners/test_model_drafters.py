@@ -67,7 +67,7 @@ def drafts_of_the_model(llm, params, prompts):
         for i, req_id in enumerate(runner.input_batch.req_ids):
             if not runner.discard_request_mask.np[i]:
                 seed = runner.requests[req_id].sampling_params.seed
-                note(seed, int(drafter._noise.positions[i]), tokens[i])
+                note(seed, int(drafter._noise[2][i]), tokens[i])
         return tokens
 
     def propose_v2(self, input_batch, *args, dummy_run=False, **kwargs):

@@ -127,7 +127,7 @@ def test_an_engine_with_a_fault_does_not_start(is_sound, on_another_rank, monkey
     model = SimpleNamespace(get_vocab_size=lambda: VOCAB, dtype=torch.bfloat16, logprobs_mode="processed_logprobs")
     adapter = object.__new__(runner.RunnerAdapter)
     adapter._runner = SimpleNamespace(device=torch.device("cuda"), vllm_config=SimpleNamespace(model_config=model))
-    adapter._config = RolloutSpecConfig(num_speculative_tokens=K)
+    adapter.config = RolloutSpecConfig(num_speculative_tokens=K)
     monkeypatch.setattr(self_check, "find_fault", lambda device, **_: None if is_sound else "token of row 0")
     monkeypatch.setattr(runner, "agreeing_on_any", lambda _: (lambda found: True) if on_another_rank else None)
     monkeypatch.setattr(runner, "say", logging.getLogger().warning)

@@ -20,7 +20,7 @@ from rollout_spec.drafters.host.store import (
 from tests.drafters.recorder import examples
 
 BARE = HistoryDrafter()
-NO_INDEX = BARE._known()._replace(settings=BARE._settings._replace(use_tree=False, use_table=False, use_shared=False))
+NO_INDEX = BARE._known()._replace(settings=BARE._settings._replace(use_tree=False, use_shared=False))
 LARGEST = 2**31 - 1
 
 

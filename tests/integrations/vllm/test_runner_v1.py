@@ -95,7 +95,7 @@ TARGETS = {"a": [3, 9, 1], "b": [2], "c": [5, 6, 7, 4], "d": [1, 2]}
 
 def told(runner):
     """What the proposer is told: verified and accepted tokens by row, its first row of logits, and the target's."""
-    *counts, targets, features = runner.adapter.count_last_verification()
+    *counts, targets, features = runner.adapter.finish_counting()
     assert not features.size
     return (*(values.tolist() for values in counts), None if targets is None else targets.tolist())
 
@@ -217,7 +217,7 @@ def test_the_models_drafts_are_those_of_the_same_requests():
     schedule(session, requests)
     adapter, none = RunnerAdapterV1.__new__(RunnerAdapterV1), np.zeros(4, np.int64)
     adapter.session, adapter.clock = session, SimpleNamespace(started=0.0)
-    adapter.count_last_verification = lambda: Verification(none, none, np.arange(5), None, NO_FEATURES)
+    adapter.finish_counting = lambda: Verification(none, none, np.arange(5), None, NO_FEATURES)
     batch = {"token_ids_cpu": np.full((4, 20), 40, np.int32), "num_tokens_no_spec": np.array([3, 5, 3, 3], np.int32)}
     adapter._runner = SimpleNamespace(
         input_batch=SimpleNamespace(req_ids=list(requests), **batch), query_start_loc=SimpleNamespace(np=np.arange(5))

@@ -53,7 +53,7 @@ def test_truncation(names):
 
 CHANGES_LOGITS = {
     "presence_penalty": 0.1, "frequency_penalty": -0.1, "repetition_penalty": 1.1, "bad_words": ["no"],
-    "allowed_token_ids": [3], "logit_bias": {3: 1.0}, "min_tokens": 2, "thinking_token_budget": 0, "top_k": 5,
+    "allowed_token_ids": [3], "logit_bias": {3: 1.0}, "thinking_token_budget": 0, "top_k": 5,
     "top_p": 0.9, "min_p": 0.1,
 }  # fmt: skip
 
@@ -63,7 +63,6 @@ def test_whatever_changes_logits_is_processed_also_alone(name):
     """One request that needs it is enough for its batch, so a batch of several parameters would hide a missing one."""
     params = SamplingParams(**{name: CHANGES_LOGITS[name]})
     assert needs_processing(params)
-    assert needs_processing(params, 2) == (name != "min_tokens"), "two tokens are there"
     assert not needs_processing(SamplingParams())
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -54,8 +55,7 @@ class Costs:
 
     def learned_costs(self):
         """What this rank's budget has learned of steps without drafts and with them."""
-        cost = self.model_runner.rollout_spec.session.budget.cost
-        return [[values.tolist() for values in cost.curve(drafted=drafted)] for drafted in (False, True)]
+        return self.model_runner.rollout_spec.session.budget.cost._known.tolist()
 
 
 def check_rollouts(llm, off, reference_model, seed):
@@ -76,7 +76,7 @@ def test_the_ranks_agree_and_the_rollouts_are_those_of_one_rank(tiny_model, off,
         check_rollouts(llm, off, reference_model, 2)
         before = ask(llm, "stats")
         ask(llm, "set_enabled", True)
-        ask(llm, "begin_policy_version", 1)
+        ask(llm, "begin_policy_version")
         check_rollouts(llm, off, reference_model, 1)
         after = ask(llm, "stats")
         versions = []
@@ -115,7 +115,8 @@ def test_the_ranks_draft_the_same(tiny_model, tmp_path, off, reference_model, be
     assert counts(first) == counts(second)
     assert first["accepted_tokens"] > 0
     assert reports[0]["sources"] == reports[1]["sources"]
-    assert costs[0] == costs[1] != [[[], []], [[], []]]
+    assert costs[0] == costs[1]
+    assert np.any(costs[0])
     if beside == "a model":
         assert reports[0]["sources"]["model"][1] > 0
     else:
