@@ -37,7 +37,9 @@ TRUST, ONCE, MOST_PATIENCE, LONGEST_TRUST = 12, 0.25, 4.0, 3072
 steps, with p at most MOST_PATIENCE, and never for longer than LONGEST_TRUST. After that it is taken to be that of a
 step without drafts. So every size is tried again: soon if its only step may have been held up, an expensive one ever
 less often."""
-NEW_SIZE_COST, FRESH_STEPS, LARGEST_SIZE = 0.3, 512, 8192
+FRESH_STEPS = 512
+"""A size costs no more than a larger one that was measured in the last FRESH_STEPS steps: contexts grow."""
+NEW_SIZE_COST, LARGEST_SIZE = 0.3, 8192
 """A number of tokens that no step has had is charged this share of a step without drafts, less after FRESH_STEPS steps:
 a CPU makes kernels for it. Numbers above LARGEST_SIZE count as one."""
 LONGEST_SLEEP = 32
@@ -226,9 +228,12 @@ def _draw(known: Floats, now: int, above: int, n: int, base: float, curve: Float
         tokens, seconds = known[TOKENS, bucket], known[SECONDS, bucket]
         if known[COUNT, bucket] > 0.0 and tokens > above:
             at -= 1
-            least = min(least, seconds)  # a larger step that took less: the smaller ones were held up
-            is_old = base > 0.0 and not _is_trusted(least, known[COUNT, bucket], now - known[LAST, bucket], base)
-            curve[0, at], curve[1, at] = tokens, base if is_old else least
+            age = now - known[LAST, bucket]
+            if age < FRESH_STEPS:  # a larger step that took less: the smaller ones were held up
+                least = min(least, seconds)
+            seconds = min(seconds, least)
+            is_old = base > 0.0 and not _is_trusted(seconds, known[COUNT, bucket], age, base)
+            curve[0, at], curve[1, at] = tokens, base if is_old else seconds
     for i in range(max(n, 1), end):
         curve[1, i] = max(curve[1, i], curve[1, i - 1])
     return end

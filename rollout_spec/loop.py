@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.budget import Budget
+from rollout_spec.checks import shown_array
 from rollout_spec.drafters.base import Drafter, Tokens
 from rollout_spec.drafters.host.requests import UNLIMITED
 from rollout_spec.drafters.host.step import NO_FEATURES, Learned, Sampled
@@ -217,6 +218,7 @@ class LogitsTarget:
 
         Raises:
             FloatingPointError: a row of logits holds NaN or +inf, or only -inf.
+            ValueError: there is not a row of logits for each context.
         """
         import torch  # replays do without it
 
@@ -231,10 +233,12 @@ class LogitsTarget:
             seeds=torch.tensor([r.seed if r.temperature > 0 else 0 for r in requests]),
             positions=torch.tensor([len(r.token_ids) - 1 for r in requests]),
         )
-        lengths = [len(draft) for draft in drafts]
+        logits, lengths = self._logits(contexts), [len(draft) for draft in drafts]
+        if logits.ndim != 2 or len(logits) != len(contexts) or not logits.size:
+            raise ValueError(f"logits must be float [{len(contexts)}, vocabulary], got {shown_array(logits)}")
         draft_token_ids = torch.tensor([token for draft in drafts for token in draft], dtype=torch.int32)
         result = verify_rows(
-            torch.from_numpy(self._logits(contexts)),
+            torch.from_numpy(logits),
             lay_out(torch.tensor(lengths).cumsum(0), draft_token_ids, rows),
             method=self._method,
             after_difference=True,

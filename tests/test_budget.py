@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_spec.budget import (
+    FRESH_STEPS,
     LONGEST_SLEEP,
     MIN_OBSERVATIONS,
     NEW_SIZE_COST,
@@ -270,13 +271,17 @@ def test_a_step_of_a_padded_size_is_new_once():
 
 
 def test_a_curve_never_falls():
-    """A larger step that took less shows that a smaller one was held up."""
+    """A larger step that took less shows that a smaller one was held up, unless that was long ago."""
     cost, costs = StepCost(), np.empty(80)
     for n, seconds in ((10, 1.0), (20, 3.0), (40, 2.0), (80, 4.0)):
         for _ in range(MIN_OBSERVATIONS):
             cost.observe(n, seconds, drafted=True)
     cost.drafted(1, 1, 1.0, costs)
     assert costs[[9, 19, 39, 79]].tolist() == [0.0, 1.0, 1.0, 3.0]
+    for _ in range(FRESH_STEPS):
+        cost.observe(20, 3.0, drafted=True)
+    cost.drafted(1, 1, 1.0, costs)
+    assert costs[[19, 39]].tolist() == [2.0, 2.0]
 
 
 def test_drafts_that_were_wrong_are_tried_again_when_the_policy_has_changed():

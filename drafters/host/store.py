@@ -295,10 +295,6 @@ class TextStore:
         positions = np.array(pages, np.int64)[:, None] * PAGE_TOKENS + np.arange(PAGE_TOKENS)
         return tokens, self.arrays.features[positions.ravel()[: tokens.size]]
 
-    def memory_bytes(self) -> int:
-        """Bytes of all arrays, unused capacity included."""
-        return sum(array.nbytes for array in self.arrays)
-
     def check_integrity(self) -> None:
         """Check the invariants that every operation keeps. O(size); raises AssertionError."""
         arrays, pages = self.arrays, self.num_pages

@@ -57,12 +57,13 @@ class ServerCounters:
                 logger.warning("the vLLM server does not answer, so some logs have no rollout_spec metrics: %s", error)
             self._is_silent = True
             return {}
+        if not now.keys() >= self._seen.keys():  # it has started anew, without speculation
+            return {}
         new = {name: now[name] - self._seen[name] for name in self._seen}
+        self._seen = now
         tokens, accepted = new["generation_tokens"], new["spec_decode_num_accepted_tokens"]
         if tokens <= 0:  # nothing was generated, or the server has started anew
-            self._seen = now or self._seen
             return {}
-        self._seen = now
         stats = SpeculationStats(
             request_steps=tokens - accepted,  # each emits one token beside the accepted ones
             num_drafts=new["spec_decode_num_drafts"],

@@ -80,7 +80,8 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
         self._server_url = _server_url(args)
         if self._server_url is not None and self._is_for_engine:
             raise ValueError(
-                "options and llm_kwargs are for an engine that the trainer builds: give them to the server, as in "
+                "options, llm_kwargs, logprob_tolerance and compare_every are for an engine that the trainer builds: "
+                "leave them out, and give options to the server, as in "
                 """ROLLOUT_SPEC='{"num_speculative_tokens": 8}' vllm serve MODEL"""
             )
         if self._server_url is None and not getattr(args, "use_vllm", False):

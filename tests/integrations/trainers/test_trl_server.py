@@ -116,8 +116,8 @@ def test_no_server():
 
 def test_metrics_are_new_counts_and_a_server_that_goes_away_costs_one_warning(caplog):
     """TRL's own requests decide whether the run goes on."""
-    counts = [100, 10, 20, 10]
-    with answering(lambda: (200, COUNTERS % tuple(counts))) as url:
+    counts, page = [100, 10, 20, 10], []
+    with answering(lambda: (200, page[0] if page else COUNTERS % tuple(counts))) as url:
         counters = ServerCounters(url, 10)
         assert counters.take_metrics() == {}, "nothing was generated"
         counts[:] = 400, 60, 220, 160
@@ -130,14 +130,22 @@ def test_metrics_are_new_counts_and_a_server_that_goes_away_costs_one_warning(ca
             "rollout_spec/accepted_tokens": 150,
         }
         assert counters.take_metrics() == {}
+        counts[:] = 5, 1, 2, 1
+        assert counters.take_metrics() == {}, "it has started anew"
+        counts[:] = 305, 51, 202, 151
+        assert counters.take_metrics()["rollout_spec/tokens"] == 300
+        page[:] = ['vllm:generation_tokens_total{engine="0"} 999.0\n']
+        assert counters.take_metrics() == {}, "now without speculation"
     for _ in range(2):
         assert counters.take_metrics() == {}
     assert caplog.text.count("the vLLM server does not answer") == 1
 
 
-@pytest.mark.parametrize("ours", [{"num_speculative_tokens": 6}, {"llm_kwargs": {"dtype": "float32"}}])
+@pytest.mark.parametrize(
+    "ours", [{"num_speculative_tokens": 6}, {"llm_kwargs": {"dtype": "float32"}}, {"logprob_tolerance": 0.1}]
+)
 def test_an_engine_that_nobody_builds_takes_no_arguments(tiny_model, tmp_path, ours):
-    with pytest.raises(ValueError, match="give them to the server"):
+    with pytest.raises(ValueError, match="give options to the server"):
         make_trainer(tiny_model, tmp_path, [RolloutSpecGenerator(**ours)], vllm_mode="server")
 
 
