@@ -15,6 +15,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from rollout_spec import engine_kwargs
+from rollout_spec.budget import SECONDS, TOKENS
 from rollout_spec.integrations.vllm import hooks
 from tests.integrations.draft_models import write_eagle_head
 from tests.integrations.engines import (
@@ -189,7 +190,11 @@ def test_a_budget_changes_no_rollout(tiny_model, off, reference_model, drafter):
     prompts = prompts_of(asked)
     for _ in range(2):
         assert_same(generate(llm, asked, prompts), generate(off, asked, prompts), prompts, asked, reference_model)
-    assert session_of(llm).budget.cost.undrafted(K)[0] > 0
+    known = session_of(llm).budget.cost._known[0]  # without drafts
+    tokens, seconds = known[TOKENS], known[SECONDS]
+    assert tokens.any()
+    assert (seconds[tokens > 0] > 0).all()
+    assert tokens.max() <= sum(map(len, prompts)) + len(prompts) * (K + 1)
     stats = stats_of(llm)
     assert stats["drafter_errors"] == 0
     assert stats["draft_tokens"] > 0

@@ -106,9 +106,8 @@ def is_lossless(output, drafts, temperature=1.0, logits_seed=0) -> bool:
         return False
     for token in range(VOCAB):
         second = output[(drafts == token) & (output[:, 0] == token), 1]
-        if len(second) > 500 and not matches_distribution(
-            second, probabilities(logits[token], temperature=temperature)
-        ):
+        expected = probabilities(logits[token], temperature=temperature)
+        if len(second) > 500 and not matches_distribution(second, expected):
             return False
     return True
 
@@ -145,10 +144,8 @@ def test_lossless(method, draft_of, temperature):
 def test_accepted_and_recovered_tokens_add_up_to_the_target(seed, vocab_size, is_certain):
     """The draft with its probability, and the residual with the probability that is left, are p."""
     rng = np.random.default_rng(seed)
-    p, draft = (
-        torch.from_numpy(rng.dirichlet(np.full(vocab_size, 0.5), 1)),
-        torch.tensor([[int(rng.integers(vocab_size))]]),
-    )
+    p = torch.from_numpy(rng.dirichlet(np.full(vocab_size, 0.5), 1))
+    draft = torch.from_numpy(rng.integers(0, vocab_size, (1, 1)))
     if is_certain:
         p = torch.zeros_like(p).scatter(1, draft, 1.0)
     rest, accepted = reference.residual(p, draft), torch.zeros_like(p).scatter(1, draft, p.gather(1, draft))
