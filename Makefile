@@ -58,7 +58,7 @@ test-all: $(READY)
 test-fast: $(READY)
 	$(PYTEST) -m 'not engine and not slow and not exhaustive'
 
-# With another release of vLLM, in an environment of its own, e.g. make test-vllm VERSION=0.26.0
+# With another release of vLLM, in an environment of its own, e.g. make test-vllm VERSION=0.32.0
 VERSION ?=
 OTHER := .venv-vllm-$(VERSION)
 test-vllm:

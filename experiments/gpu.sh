@@ -31,7 +31,7 @@ shape=${SHAPE:-1.5b}
 limit=${LIMIT:-560}
 export PYTHONPATH="$PWD:$logs/plugin${PYTHONPATH:+:$PYTHONPATH}" VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 export PYTHONUNBUFFERED=1 # what a stage has printed when its time is over is not lost
-# Otherwise vLLM 0.26's V2 sampler imports flashinfer, also where it is not installed.
+# Otherwise vLLM's V2 sampler may import flashinfer, also where it is not installed.
 export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0}
 
 stages=()

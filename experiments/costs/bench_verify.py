@@ -339,9 +339,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{name}: copy moves {bandwidth / 1e12:.2f} TB/s, read and written")
     else:  # what an engine's worker does when it starts
         torch.set_num_threads(1)
-        override = current_platform.register_triton_kernel_overrides  # None in vLLM 0.26
-        if override is not None:
-            override()
+        current_platform.register_triton_kernel_overrides()
     about = origin(name)
     names = ["ours", "features", "vllm_v1"]
     names += ["ours_v2", "vllm_v2", "ours_graph", "features_graph"] if bandwidth else []

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.config import OUR_SCHEDULE, say, shown_ranges
 from rollout_spec.integrations.vllm.host_time import HostTime
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
@@ -34,7 +33,7 @@ def initialize_kv_cache(runner: Any, initialize: Callable[[], Any]) -> Any:
     if not getattr(vllm_config.speculative_config, OUR_SCHEDULE, False):
         return initialize()
     try:
-        compat.check_adaptive_verification(vllm_config)
+        check_adaptive_verification(vllm_config)
         _switch(runner, on=True)
         return initialize()
     except ValueError as error:  # vLLM says so of LoRA, of attention kernels, of engines without graphs of whole steps
@@ -47,6 +46,27 @@ def initialize_kv_cache(runner: Any, initialize: Callable[[], Any]) -> Any:
                 f"as vLLM cannot cut drafts on the device here: {str(error).partition('. ')[0]}"
             )
         return initialize()
+
+
+def check_adaptive_verification(vllm_config: Any) -> None:
+    """Raise ValueError where vLLM's adaptive verification does not fit an engine, as far as its configuration says.
+
+    Routed experts vLLM refuses before our hooks are asked.
+    """
+    if vllm_config.aux_output_config.enable_return_routed_experts:
+        raise ValueError("routed experts are returned")
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise ValueError("context parallelism")
+    sizes, speculative = vllm_config.compilation_config.cudagraph_capture_sizes, vllm_config.speculative_config
+    most = vllm_config.scheduler_config.max_num_seqs * (speculative.num_speculative_tokens + 1)
+    if min(sizes or [most + 1]) > most:
+        raise ValueError("there are no CUDA graphs of whole steps whose time it could measure")
+    speculative.enable_adaptive_verification = True
+    try:
+        vllm_config._validate_adaptive_verification()
+    finally:
+        speculative.enable_adaptive_verification = False
 
 
 def _switch(runner: Any, *, on: bool) -> None:

@@ -167,8 +167,7 @@ def share_of_experts(vllm_config: Any) -> float:
     model = vllm_config.model_config
     if not model.is_moe:
         return 1.0
-    known = getattr(model, "get_num_experts_per_tok", None)  # from vLLM 0.31 on, which knows all names for it
-    used = known() if known is not None else getattr(model.hf_text_config, "num_experts_per_tok", 0)
+    used = model.get_num_experts_per_tok()
     return min(used / model.get_num_experts(), 1.0) if isinstance(used, int) and used else 1.0
 
 
@@ -239,9 +238,15 @@ def check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
         )
     if config.speculation:
         check_options(config.drafter, config.drafter_options)
-    ignored = compat.ignored_sampler_option(vllm_config) if vllm_config.use_v2_model_runner else None
-    if ignored is not None:
-        raise ValueError(f"{ignored} would be ignored by rollout_spec's sampler: remove it")
+    if vllm_config.use_v2_model_runner:
+        for owner, name in (
+            (vllm_config.model_config, "use_fp64_gumbel"),
+            (vllm_config.model_config, "return_sampling_mask"),
+            (vllm_config.model_config, "enable_trace_replay"),
+            (vllm_config, "watermark_config"),
+        ):
+            if getattr(owner, name):
+                raise ValueError(f"{name} would be ignored by rollout_spec's sampler: remove it")
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise ValueError("rollout_spec does not support pipeline parallelism: set pipeline_parallel_size=1")
     if getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1:

@@ -18,7 +18,6 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest, token_bytes
 from rollout_spec.history.problems import Problems
-from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.adaptive import prepare_to_measure
 from rollout_spec.integrations.vllm.config import config_of, device_bytes
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
@@ -50,9 +49,8 @@ class DeviceSpeculator(Session, BaseSpeculator):
     Attributes: those of `Session`, and
         session: Itself, as other speculators have one.
         num_given_tokens: M, how many tokens of a model's draft it continues; 0: it continues none.
-        drafter: A `DeviceDrafter`. Its memory is allocated here, so level-2 sleep does not discard it. From 0.27 on
-            vLLM counts it when it measures what is left for the KV cache; in 0.26 `gpu_memory_utilization` must leave
-            room.
+        drafter: A `DeviceDrafter`. Its memory is allocated here, so level-2 sleep does not discard it, and vLLM counts
+            it when it measures what is left for the KV cache.
         problems: Knows prompts only: outputs stay on the device.
         keeps_rates: Whether `draft_token_confidence_probs` is filled where vLLM does not cut drafts, too.
         draft_token_confidence_probs: float32 [B, K], for vLLM's adaptive verification and for a choice between drafts.
@@ -67,11 +65,10 @@ class DeviceSpeculator(Session, BaseSpeculator):
         config = config_of(vllm_config)
         assert config is not None
         speculative = vllm_config.speculative_config
-        self.model = compat.speculator_model()
         self.session = self
         self.stats = SpeculationStats()
         self.num_speculative_tokens = config.max_draft_tokens
-        self.enable_adaptive_verification = compat.verifies_adaptively(speculative)
+        self.enable_adaptive_verification = speculative.enable_adaptive_verification
         share = sharing_from_first_rank(vllm_config)
         max_live_tokens = int(MAX_LIVE_SHARE * device_bytes()) // token_bytes(features=True)
         self.drafter = DeviceDrafter(

@@ -110,8 +110,8 @@ def v2_unsupported_features(original: Callable[..., list[str]], self: Any) -> li
     features, config = original(self), read_config(self)
     if config is None:
         return features
-    if compat.lacks_v2_interfaces(vllm.__version_tuple__):
-        return [*features, "rollout_spec before vLLM 0.26"]
+    if compat.is_v2_too_old(vllm.__version_tuple__):
+        return [*features, "rollout_spec before vLLM 0.31"]
     if has_model_drafter(self):
         if config.drafts_on_host and config.drafter != AUTO:
             features.append(f"drafter={config.drafter!r}, which is on the host, beside a model drafter")

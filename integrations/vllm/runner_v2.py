@@ -26,7 +26,6 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.features.format import FEATURE_WORDS
-from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.config import config_of
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import RunnerAdapter
@@ -129,7 +128,7 @@ class RunnerAdapterV2(RunnerAdapter):
             ValueError: the runner shards the batch among ranks for sampling.
         """
         runner = self._runner
-        if compat.shards_batch(runner):
+        if runner.batch_sharder is not None:
             raise ValueError("rollout_spec does not support batch-sharded sampling: switch it off")
         sampler = VerifyingSampler(runner.sampler, self, self.config)
         runner.sampler = sampler
@@ -183,7 +182,7 @@ class VerifyingSampler:
         self._adapter = adapter
         self._config = config
         self._num_speculative_tokens = config.max_draft_tokens
-        self._own_processors = compat.has_own_processors(inner)
+        self._own_processors = any(not type(p).__module__.startswith("vllm.") for p in inner.logits_processors)
         self._needs_vllm: np.ndarray = np.zeros(inner.sampling_states.max_num_reqs, bool)
         self._min_tokens: np.ndarray = np.zeros(self._needs_vllm.size, np.int64)
         self._num_steps: np.ndarray = np.zeros(self._needs_vllm.size, np.int64)
@@ -195,19 +194,18 @@ class VerifyingSampler:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def add_request(self, req_idx: int, *args: Any, **kwargs: Any) -> Any:
+    def add_request(self, req_idx: int, sampling_params: Any) -> Any:
         """Keep a request's sampling parameters, as vLLM's `Sampler` does.
 
         Raises:
             RuntimeError: the request has no seed.
         """
-        params = compat.sampling_params_argument(args, kwargs)
         if not self._adapter.warming_up:
-            require_seed(params, "a request")
-        self._needs_vllm[req_idx] = self._own_processors or needs_processing(params)
-        self._min_tokens[req_idx], self._num_steps[req_idx] = params.min_tokens, 0
+            require_seed(sampling_params, "a request")
+        self._needs_vllm[req_idx] = self._own_processors or needs_processing(sampling_params)
+        self._min_tokens[req_idx], self._num_steps[req_idx] = sampling_params.min_tokens, 0
         self._asked = None
-        return self.inner.add_request(req_idx, *args, **kwargs)
+        return self.inner.add_request(req_idx, sampling_params)
 
     def __call__(
         self, logits: torch.Tensor, input_batch: Any, draft_logits: Any = None, invalid_drafts: Any = None
@@ -304,7 +302,16 @@ class VerifyingSampler:
 
     def _process(self, logits: torch.Tensor, input_batch: Any, layout: Layout) -> torch.Tensor:
         """vLLM's own processing of a copy of the logits, float32 [N, V]: penalties, masks, temperature, truncation."""
-        processed = compat.apply_sampling_params(self.inner, logits, input_batch, layout.position)
+        processed = self.inner.apply_sampling_params(
+            logits,
+            expanded_idx_mapping=input_batch.expanded_idx_mapping,
+            idx_mapping=input_batch.idx_mapping,
+            idx_mapping_np=input_batch.idx_mapping_np,
+            pos=layout.position,
+            input_ids=input_batch.input_ids[input_batch.logits_indices],
+            expanded_local_pos=input_batch.expanded_local_pos,
+            seq_lens_upper_bound_np=input_batch.seq_lens_cpu_upper_bound.numpy(),
+        )
         return keep_broken(processed, logits)
 
     def _logprobs(
@@ -323,7 +330,8 @@ class VerifyingSampler:
         """
         mode, starts = self.inner.logprobs_mode, None
         if logits.shape[0] != asked.req_indices.size:
-            starts = compat.first_rows(input_batch, on_device=self.enable_adaptive_verification)
+            is_cut = self.enable_adaptive_verification  # then only the device knows where drafts end
+            starts = input_batch.cu_num_logits.clone() if is_cut else input_batch.cu_num_logits_np.tolist()
         if asked.scored_here:
             field = "cu_num_generated_tokens" + ("_tensor" if isinstance(starts, torch.Tensor) else "")
             temperature = None if mode.startswith("raw_") else layout.temperature
@@ -389,7 +397,6 @@ class HostSpeculator(BaseSpeculator):
     def __init__(self, vllm_config: Any, device: torch.device, *args: Any) -> None:
         config = config_of(vllm_config)
         assert config is not None
-        self.model = compat.speculator_model()
         share = sharing_from_first_rank(vllm_config)
         self.session = HostSession(config, vllm_config, share, index_late=device.type != "cpu")
         self.num_draft_tokens: dict[str, int] = {}

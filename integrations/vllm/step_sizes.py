@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.config import OUR_SCHEDULE, is_a100
 
 LARGEST = 2048
@@ -127,8 +126,6 @@ def add_graphs(vllm_config: Any, set_sizes: Callable[[], None]) -> str | None:
     Returns:
         What to tell the user; None: nothing has been added, and all steps have room.
     """
-    import vllm
-
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     speculative = vllm_config.speculative_config
     ranges = getattr(speculative, "num_speculative_tokens_per_batch_size", None)
@@ -137,7 +134,7 @@ def add_graphs(vllm_config: Any, set_sizes: Callable[[], None]) -> str | None:
     most, room = most_tokens(scheduler.max_num_seqs, ranges), scheduler.max_num_batched_tokens
     largest, most_of_one = most, width
     is_ours = hasattr(speculative, OUR_SCHEDULE)
-    if is_ours and compat.may_verify_adaptively(vllm_config, vllm.__version_tuple__) and not is_a100():
+    if is_ours and vllm_config.lora_config is None and not is_a100():  # vLLM may cut our drafts: see `adaptive.py`
         most_of_one = 1 + speculative.num_speculative_tokens
         whole = min(scheduler.max_num_seqs, MOST_CUT_REQUESTS) * most_of_one
         largest, most = max(most, min(whole, LARGEST_CUT)), max(most, whole)
@@ -171,9 +168,9 @@ def choose_graphs(runner: Any, *, drafts_on_host: bool) -> None:
     """
     manager, vllm_config = runner.cudagraph_manager, runner.vllm_config
     speculative = vllm_config.speculative_config
-    if getattr(runner, "adaptive_verification", None):  # as from vLLM 0.28 on: each of its graphs takes any lengths
+    if runner.adaptive_verification:  # each of its graphs takes any lengths
         return
-    takes_any_lengths = drafts_on_host and compat.replays_any_lengths(runner)
+    takes_any_lengths = drafts_on_host and _replays_any_lengths(runner)
     if takes_any_lengths:
         manager.varlen_decode = True
     elif drafts_on_host:
@@ -188,6 +185,22 @@ def choose_graphs(runner: Any, *, drafts_on_host: bool) -> None:
         _drop_graphs_of_no_step(manager)
     if not takes_any_lengths:
         _find_nearest_graphs(manager)
+
+
+def _replays_any_lengths(runner: Any) -> bool:
+    """Whether one CUDA graph can serve decode steps whose requests have any numbers of tokens, up to K + 1 each.
+
+    vLLM needs that for its adaptive verification.
+    """
+    from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
+
+    if runner.model_state.get_additional_cg_support()[0] != AttentionCGSupport.ALWAYS:
+        return False
+    return (
+        get_varlen_cudagraph_unsupported_backend(runner.attn_groups, runner.vllm_config, runner.decode_query_len)
+        is None
+    )
 
 
 def _with_steps_of(vllm_config: Any, ks: Sequence[int]) -> Any:
@@ -216,7 +229,7 @@ def _drop_graphs_of_no_step(manager: Any) -> None:
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
     whole, speculative = manager._capture_descs.get(CUDAGraphMode.FULL), manager.vllm_config.speculative_config
-    ranges = getattr(speculative, "num_speculative_tokens_per_batch_size", None)
+    ranges = speculative.num_speculative_tokens_per_batch_size
     if not whole or not ranges:
         return
     max_num_seqs = manager.vllm_config.scheduler_config.max_num_seqs

@@ -29,6 +29,8 @@ GAP = 1e-3
 IS_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 """Whether engines in this process have vLLM's V2 model runner."""
 
+MIXES_MASKS = not IS_V2 and vllm.__version_tuple__[:2] < (0, 31)
+"""V1 mixes up requests' `allowed_token_ids` before 0.31, also without drafts."""
 PLAIN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """For `mixed_params`: nothing is truncated."""
 LAST = SamplingParams(max_tokens=2, seed=1, extra_args={"rollout_spec": {"keep_in_history": False}})

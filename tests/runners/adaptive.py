@@ -5,13 +5,9 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import pytest
-import vllm
 
-from rollout_spec.integrations.vllm import compat
+from rollout_spec.integrations.vllm import adaptive
 from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
-from tests.integrations.engines import IS_V2
-
-IS_SUPPORTED = IS_V2 and vllm.__version_tuple__[:2] >= (0, 31)
 
 
 @contextmanager
@@ -21,7 +17,7 @@ def as_on_a_gpu():
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compat, "check_adaptive_verification", lambda vllm_config: None)
+        patch.setattr(adaptive, "check_adaptive_verification", lambda vllm_config: None)
         patch.setattr(model_runner, "resolve_adaptive_cudagraph_mode", lambda mode, **options: mode)
         for name in ("get_varlen_cudagraph_unsupported_backend", "get_query_lens_mismatch_unsupported_backend"):
             patch.setattr(adaptive_verification, name, lambda *args, **options: None)

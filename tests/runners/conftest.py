@@ -18,9 +18,9 @@ if IS_V2:
     schedule_as_on_gpus()
     import vllm
 
-    from rollout_spec.integrations.vllm.compat import lacks_v2_interfaces
+    from rollout_spec.integrations.vllm.compat import is_v2_too_old
 
-    if lacks_v2_interfaces(vllm.__version_tuple__):
+    if is_v2_too_old(vllm.__version_tuple__):
         collect_ignore_glob = ["test_[!r]*.py"]  # what remains shows that V2 is refused
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import vllm
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
@@ -27,7 +26,7 @@ from vllm.sampling_params import RequestOutputKind
 from rollout_spec.noise import host as noise
 from tests.conftest import VOCAB_SIZE
 from tests.drafters.recorder import FUZZING
-from tests.integrations.engines import FIRST_PROMPTS, GAP, IS_V2, LAST, generate, runner_of, stats_of
+from tests.integrations.engines import FIRST_PROMPTS, GAP, LAST, MIXES_MASKS, generate, runner_of, stats_of
 
 NUM_LIVES = int(os.environ.get("ENGINE_LIVES", "0"))
 """So many lives, other ones in every run; 0: a few, always the same ones."""
@@ -57,7 +56,7 @@ RARE = {
     "bad_words": st.sampled_from([["w2"], ["w3 w4", "w5"]]),
     "allowed_token_ids": st.just(list(range(2, 14))),
 }
-if not IS_V2 and vllm.__version_tuple__[:2] < (0, 31):  # whose V1 mixes up requests' masks, also without drafts
+if MIXES_MASKS:
     del RARE["allowed_token_ids"]
 OF_OUTPUT = ("presence_penalty", "frequency_penalty", "stop", "bad_words")
 """Depend on what of a text is output: a rollout with these cannot be compared from its middle on."""

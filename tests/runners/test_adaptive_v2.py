@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
 from rollout_spec import engine_kwargs
 from rollout_spec.config import PROPOSER_PATH
 from rollout_spec.drafters.device import kernels
-from rollout_spec.integrations.vllm import adaptive, compat, step_sizes
+from rollout_spec.integrations.vllm import adaptive, step_sizes
 from rollout_spec.integrations.vllm.config import OUR_SCHEDULE
 from rollout_spec.integrations.vllm.host_time import HostTime
 from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
@@ -33,14 +34,9 @@ from tests.integrations.engines import (
 )
 from tests.integrations.vllm.test_tensor_parallel import two_ranks
 from tests.launches import Kernel, recorded_variants
-from tests.runners.adaptive import IS_SUPPORTED, always_draft, as_on_a_gpu, rising, schedule_of, set_costs
+from tests.runners.adaptive import always_draft, as_on_a_gpu, rising, schedule_of, set_costs
 
-adaptive_verification = pytest.importorskip("vllm.v1.worker.gpu.spec_decode.adaptive_verification")
-
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(not IS_SUPPORTED, reason="vLLM 0.31 is the first with what we need"),
-]
+pytestmark = pytest.mark.engine
 
 K = 7
 COSTS = {
@@ -242,7 +238,7 @@ def test_k_follows_the_number_of_requests_where_vllm_refuses(tiny_model, refusal
     with as_on_a_gpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(adaptive, "say", said.append)
         if refusal == "LoRA":
-            patch.setattr(compat, "check_adaptive_verification", refuse_lora)
+            patch.setattr(adaptive, "check_adaptive_verification", refuse_lora)
         else:
             check = "get_varlen_cudagraph_unsupported_backend"
             patch.setattr(adaptive_verification, check, lambda *args, **options: ("Flash", None))
@@ -329,7 +325,7 @@ def test_what_keeps_vllm_from_cutting_drafts(changes, reason):
         _validate_adaptive_verification=validate,
     )
     with pytest.raises(ValueError, match=reason) if reason else contextlib.nullcontext():
-        compat.check_adaptive_verification(config)
+        adaptive.check_adaptive_verification(config)
     assert not getattr(config.speculative_config, "enable_adaptive_verification", False)
 
 

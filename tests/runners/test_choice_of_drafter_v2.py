@@ -119,16 +119,17 @@ def test_steps_with_drafts_are_affordable(k, max_num_seqs, share):
 @pytest.mark.parametrize(
     ("num_experts", "used", "share"),
     [
-        (0, {"hf_text_config": SimpleNamespace()}, 1.0),
-        (128, {"get_num_experts_per_tok": lambda: 8}, 1 / 16),
-        (128, {"hf_text_config": SimpleNamespace(num_experts_per_tok=8)}, 1 / 16),
-        (64, {"hf_text_config": SimpleNamespace(num_experts_per_tok=[4, 8])}, 1.0),
-        (64, {"hf_text_config": SimpleNamespace()}, 1.0),
-        (4, {"get_num_experts_per_tok": lambda: 4}, 1.0),
+        (0, None, 1.0),
+        (128, 8, 1 / 16),
+        (64, [4, 8], 1.0),
+        (64, None, 1.0),
+        (4, 4, 1.0),
     ],
 )
 def test_a_schedule_for_a_mixture_of_experts(make, monkeypatch, num_experts, used, share):
-    model = SimpleNamespace(is_moe=num_experts > 0, get_num_experts=lambda: num_experts, **used)
+    model = SimpleNamespace(
+        is_moe=num_experts > 0, get_num_experts=lambda: num_experts, get_num_experts_per_tok=lambda: used
+    )
     assert engine_config.share_of_experts(SimpleNamespace(model_config=model)) == share
     monkeypatch.setattr(hooks, "share_of_experts", lambda vllm_config: share)
     ranges = make().speculative_config.num_speculative_tokens_per_batch_size

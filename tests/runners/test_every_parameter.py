@@ -10,19 +10,17 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import vllm
 from vllm import SamplingParams
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
 from rollout_spec import engine_kwargs
 from rollout_spec.noise import host as noise
 from tests.integrations.draft_models import write_eagle_head
-from tests.integrations.engines import IS_V2, build, every_draft, runner_of, stats_of, verify_all
+from tests.integrations.engines import IS_V2, MIXES_MASKS, build, every_draft, runner_of, stats_of, verify_all
 from tests.runners import adaptive
 
 pytestmark = pytest.mark.engine
 
-STOCK_HAS_OUR_NOISE = IS_V2 and tuple(vllm.__version_tuple__[:2]) >= (0, 31)
 PROMPT = [1, 4, 9, 5, 4, 9]
 REPETITION = RepetitionDetectionParams(max_pattern_size=3, min_count=2)
 
@@ -78,8 +76,8 @@ NOT_HERE = {
     "seed": "all rows have one",
     "thinking_token_budget": "refused by V1 with drafts: test_thinking.py",
     "logprob_token_ids": "refused by V1: test_errors.py",
-    "watermarking": "refused where an engine has it: test_compat.py",
-    "trace_decode_token_ids": "refused where an engine has it: test_compat.py",
+    "watermarking": "refused where an engine has it: test_vllm_config.py",
+    "trace_decode_token_ids": "refused where an engine has it: test_vllm_config.py",
     "prompt_logprob_token_ids": "nothing is sampled in a prompt",
     "prompt_logprob_start": "nothing is sampled in a prompt",
     "routed_experts_prompt_start": "nothing is sampled in a prompt",
@@ -88,11 +86,14 @@ NOT_HERE = {
     "output_text_buffer_length": "of vLLM's front end alone",
 }
 """Parameters without a row, and why."""
+if MIXES_MASKS:
+    del PROCESSED["allowed_token_ids"], PROCESSED["nothing is allowed"]
+    NOT_HERE["allowed_token_ids"] = "vLLM mixes them up"
 
 GROUPS = {"fast": FAST, "processed": PROCESSED, "scored": SCORED}
 ROWS = [(group, name) for group, rows in GROUPS.items() for name in rows]
 KINDS = ("greedy", "sampled")
-ON_DEVICE = (["device"] if IS_V2 else []) + (["adaptive"] if adaptive.IS_SUPPORTED else [])
+ON_DEVICE = ("device", "adaptive") if IS_V2 else ()
 DRAFTING = ("history", "adversary", "model", *ON_DEVICE)
 
 
@@ -111,7 +112,7 @@ def engines(tiny_model, tmp_path_factory):
     if IS_V2:
         named["device"] = verify_all(num_speculative_tokens=3, drafter="device", **resident)
     built = {name: build(tiny_model, **arguments) for name, arguments in named.items()}
-    if adaptive.IS_SUPPORTED:
+    if IS_V2:
         with adaptive.as_on_a_gpu():
             built["adaptive"] = build(
                 tiny_model, **engine_kwargs(num_speculative_tokens=3, drafter="device", **resident)
@@ -172,7 +173,7 @@ def test_drafts_change_nothing(answers, group, name, kind):
         assert_equal(answers[group, engine][name, kind], expected)
 
 
-@pytest.mark.parametrize("kind", KINDS if STOCK_HAS_OUR_NOISE else KINDS[:1])
+@pytest.mark.parametrize("kind", KINDS if IS_V2 else KINDS[:1])
 @pytest.mark.parametrize(("group", "name"), ROWS)
 def test_without_drafts_it_is_what_vllm_samples(answers, group, name, kind):
     """In V1, whose noise is another, where nothing is random."""
@@ -193,7 +194,7 @@ def test_every_kind_of_logprobs(engines, monkeypatch, mode, group):
     expected = ask(engines["without drafts"], group)
     for name in (*DRAFTING, "vLLM's own"):
         for row, output in ask(engines[name], group).items():
-            if name in DRAFTING or STOCK_HAS_OUR_NOISE or row[1] == "greedy":
+            if name in DRAFTING or IS_V2 or row[1] == "greedy":
                 assert_equal(output, expected[row])
 
 

@@ -6,16 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import vllm
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from rollout_spec import engine_kwargs
-from rollout_spec.integrations.vllm import compat, hooks, step_sizes
+from rollout_spec.integrations.vllm import adaptive, hooks, step_sizes
 from tests.integrations.vllm.test_step_sizes import config_as_on_a_gpu
-from tests.runners.adaptive import IS_SUPPORTED
 
 
 class Builder:
@@ -57,7 +55,7 @@ def captured(tiny_model, monkeypatch):
         )  # fmt: skip
 
         def initialize_kv_cache(runner):
-            cuts = compat.verifies_adaptively(config.speculative_config)
+            cuts = bool(config.speculative_config) and config.speculative_config.enable_adaptive_verification
             if cuts and support != "ALWAYS":
                 raise ValueError("vLLM says so")
             runner.adaptive_verification = "vLLM's" if cuts else None
@@ -95,7 +93,7 @@ PLAIN, BOTH = {(1, None): (256, 256)}, {(1, None): (256, 256), (5, None): (1280,
 @pytest.mark.parametrize(
     ("options", "support", "expected"),
     [
-        (K4, ("ALWAYS",), {(None, 5): (1280, 256)} if vllm.__version_tuple__[:2] >= (0, 31) else BOTH),
+        (K4, ("ALWAYS",), {(None, 5): (1280, 256)}),
         (K4, ("UNIFORM_BATCH",), BOTH),
         (K4, ("ALWAYS", "UNIFORM_BATCH"), BOTH),  # every group of attention layers must take any lengths
         ({}, ("ALWAYS",), PLAIN),
@@ -143,10 +141,9 @@ def test_a_whole_graph_serves_every_step_of_equal_drafts(captured, monkeypatch, 
         assert replayed == set(whole), "nothing else is captured"
 
 
-@pytest.mark.skipif(not IS_SUPPORTED, reason="vLLM 0.31 is the first with what we need")
 @pytest.mark.parametrize("k", [4, 8, 16])
 def test_where_vllm_cuts_drafts_one_graph_serves_all_lengths(captured, monkeypatch, k):
-    monkeypatch.setattr(compat, "check_adaptive_verification", lambda vllm_config: None)
+    monkeypatch.setattr(adaptive, "check_adaptive_verification", lambda vllm_config: None)
     options = engine_kwargs(drafter="device", num_speculative_tokens=k)
     assert set(captured(options, "ALWAYS")) == {(None, k + 1)}
     manager = captured.manager_of(options, "ALWAYS")

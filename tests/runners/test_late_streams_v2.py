@@ -10,7 +10,7 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  puts its own in the place of torch'
 from rollout_spec import engine_kwargs
 from tests.integrations.engines import FEW_BLOCKS, build, rollouts_of, runner_of, stats_of, two_busy_rounds
 from tests.ptx.streams import late_streams
-from tests.runners.adaptive import IS_SUPPORTED, always_draft, as_on_a_gpu, rising, set_costs
+from tests.runners.adaptive import always_draft, as_on_a_gpu, rising, set_costs
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
 
@@ -32,8 +32,6 @@ def life(model, folder, *, is_adaptive):
 
 @pytest.mark.parametrize("is_adaptive", [False, True])
 def test_rollouts_do_not_depend_on_when_the_device_works(tiny_model, tmp_path, is_adaptive):
-    if is_adaptive and not IS_SUPPORTED:
-        pytest.skip("vLLM 0.31 is the first that cuts drafts with what we need")
     expected = life(tiny_model, tmp_path / "plain", is_adaptive=is_adaptive)
     with late_streams(seed=1) as machine:
         found = life(tiny_model, tmp_path / "late", is_adaptive=is_adaptive)

@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import vllm
 
 from rollout_spec import engine_kwargs
 from tests.integrations.draft_models import METHODS, model_drafters
@@ -96,8 +95,6 @@ def assert_same_drafts(ours, theirs):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_model_drafts_the_same_alone_and_beside_history(drafters, off, reference_model, method):
     """Whoever's drafts were verified, so its KV cache is right."""
-    if IS_V2 and method == "draft_model" and vllm.__version_tuple__[:2] < (0, 31):
-        pytest.skip("this release of V2 has no draft models")
     engines = build_alone(drafters, method), build_beside(drafters, method, num_speculative_tokens=4)
     for seed in (1, 2):
         params = mixed_params(8, seed, max_tokens=24)
@@ -134,7 +131,6 @@ def test_each_is_chosen_where_it_promises_more(drafters):
     assert 0.1 < sum(is_model) / len(is_model) < 0.9
 
 
-@pytest.mark.skipif(IS_V2 and vllm.__version_tuple__[:2] < (0, 31), reason="this release of V2 has no draft models")
 @pytest.mark.parametrize(("verify", "least", "most"), [("sample", 0.97, 1.0), ("rejection", 0.02, 0.6)])
 def test_drafts_are_drawn_with_the_targets_noise(drafters, verify, least, most):
     """A draft model that is the target itself is always right, at any temperature, in whichever row a request is."""

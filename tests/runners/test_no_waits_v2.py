@@ -25,7 +25,7 @@ from memory that is not pinned."""
 MEANT = {
     ("archive.py", "take_copy"): "a rollout's copy, once it has arrived",
     ("transfers.py", "read"): "counts that have arrived",
-    ("compat.py", "apply_sampling_params"): "vLLM has these lengths on the host",
+    ("runner_v2.py", "_process"): "vLLM has these lengths on the host",
 }
 """Where our code reads what is on the host."""
 

@@ -1,4 +1,4 @@
-"""An engine has the model runner that was asked for, and in vLLM 0.24 and 0.25, whose V2 does not fit, V1."""
+"""An engine has the model runner that was asked for. Before vLLM 0.31 V2 is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 import vllm
 
 from rollout_spec import engine_kwargs
-from rollout_spec.integrations.vllm.compat import lacks_v2_interfaces
+from rollout_spec.integrations.vllm.compat import is_v2_too_old
 from tests.integrations.engines import IS_V2, build, generate, mixed_params, runner_of, stats_of
 
 pytestmark = pytest.mark.engine
@@ -17,19 +17,17 @@ pytestmark = pytest.mark.engine
 BOTH = (engine_kwargs(), engine_kwargs(speculation=False))
 
 
-def test_an_engine_has_its_runner(tiny_model, monkeypatch):
-    is_v2 = IS_V2
-    if IS_V2 and lacks_v2_interfaces(vllm.__version_tuple__):
-        for options in BOTH:  # before any engine is built: from then on vLLM remembers its environment
-            with pytest.raises(ValueError, match="rollout_spec before vLLM 0.26"):
+def test_an_engine_has_its_runner(tiny_model):
+    if IS_V2 and is_v2_too_old(vllm.__version_tuple__):
+        for options in BOTH:
+            with pytest.raises(ValueError, match="rollout_spec before vLLM 0.31"):
                 build(tiny_model, **options)
-        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
-        is_v2 = False
+        return
     for options in BOTH:
         llm = build(tiny_model, max_num_seqs=4, max_num_batched_tokens=24, **options)
         runner = runner_of(llm)
-        assert type(runner.rollout_spec).__name__ == ("RunnerAdapterV2" if is_v2 else "RunnerAdapterV1")
-        assert not is_v2 or type(runner.sampler).__name__ == "VerifyingSampler"
+        assert type(runner.rollout_spec).__name__ == ("RunnerAdapterV2" if IS_V2 else "RunnerAdapterV1")
+        assert not IS_V2 or type(runner.sampler).__name__ == "VerifyingSampler"
         generate(llm, mixed_params(3, 1, max_tokens=5, ignore_eos=True), [[1, *range(4, 24), 9]] * 3)
         assert stats_of(llm)["emitted_tokens"] == 3 * 5, "chunks of prompts emit nothing"
 

@@ -6,12 +6,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import vllm
 from vllm import SamplingParams
 
 from rollout_spec.integrations.vllm import config as engine_config
 from rollout_spec.integrations.vllm import hooks
-from rollout_spec.integrations.vllm.compat import lacks_v2_interfaces
 from tests.integrations.engines import IS_V2, build, set_step_times, stats_of
 
 pytestmark = pytest.mark.engine
@@ -40,9 +38,7 @@ WITH_SALTS = ("SkyRL", "prime-rl")
 
 @pytest.fixture(autouse=True)
 def runner_that_vllm_has(monkeypatch):
-    """Before 0.26 ours is V1 alone. On a GPU the drafter of V2 is on the device."""
-    if IS_V2 and lacks_v2_interfaces(vllm.__version_tuple__):
-        pytest.skip("rollout_spec runs in this vLLM's V1 only")
+    """On a GPU the drafter of V2 is on the device."""
     monkeypatch.setattr(engine_config, "has_gpu", lambda: IS_V2)
 
 

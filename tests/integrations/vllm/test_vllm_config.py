@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -135,6 +136,21 @@ def test_mistakes_end_the_engine_before_it_starts(tiny_model, monkeypatch, said,
     monkeypatch.setenv(VARIABLE, variable)
     with pytest.raises(ValueError, match=message):
         configuration(tiny_model, **engine)
+
+
+@pytest.mark.parametrize("name", ["use_fp64_gumbel", "return_sampling_mask", "enable_trace_replay", "watermark_config"])
+def test_options_that_our_sampler_would_ignore(name):
+    """V2's own."""
+    options = dict.fromkeys(
+        ("use_fp64_gumbel", "return_sampling_mask", "enable_trace_replay", "watermark_config"), False
+    )
+    options[name] = True
+    model = SimpleNamespace(runner_type="generate", **options)
+    vllm_config = SimpleNamespace(
+        model_config=model, use_v2_model_runner=True, watermark_config=options["watermark_config"]
+    )
+    with pytest.raises(ValueError, match=f"{name} would be ignored"):
+        check_engine(vllm_config, RolloutSpecConfig(speculation=False))
 
 
 # -- models with recurrent layers; their rollouts are in `tests/recurrent` -------------------------------------------
