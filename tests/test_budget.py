@@ -165,6 +165,15 @@ def test_a_new_cost_without_drafts_is_noticed():
     assert sum(n > 0 for n in late[-500:]) < 50
 
 
+def test_the_last_step_of_about_the_size_counts():
+    """Larger ones have not been measured for long."""
+    cost = StepCost()
+    for num_tokens, drafted, count in ((100, False, 10), (400, True, 200), (64, False, 10)):
+        for _ in range(count):
+            cost.observe(num_tokens, 0.01, drafted=drafted)
+    assert not cost.undrafted(80)[1]
+
+
 def test_dear_steps_are_tried_again():
     """The price of drafts falls after a while: that is found out."""
     budget, confidence = Budget(), np.tile([0.9, 0.8], (2, 1))

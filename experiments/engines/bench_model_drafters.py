@@ -16,6 +16,9 @@ generated in several epochs with new seeds, in fp32 on the CPU engine, each mode
 with METHOD draft_model or mtp. Printed: request-steps (how often a request was in an engine step that sampled for it)
 and tokens per request-step, by epoch.
 
+With VLLM_USE_V2_MODEL_RUNNER=1 PYTHONPATH=tests/gpu_stand_in:. engines have the V2 runner, whose kernels are emulated,
+and history is on the device. Its modes are `none` and `both:METHOD`, as for `--recurrent`.
+
 With `--recurrent` the policy is a Qwen3-Next with gated DeltaNet (trained when missing: five minutes), which takes vLLM
 0.32 or newer, Triton and a C compiler: vLLM's kernels for such layers are emulated. Its modes are `none`, `history` and
 `both:mtp`: the emulator does not know all instructions of vLLM's own rejection sampling.
@@ -29,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import time
@@ -90,7 +94,7 @@ def build(mode: str, args: argparse.Namespace) -> Any:
     mode_of_engine, options = {
         "none": ("off", {}),
         "history": ("all", {}),
-        "both": ("all", {"drafter": "history", "speculative_config": own}),
+        "both": ("all", {"speculative_config": own}),
     }.get(kind, ("model", {"speculative_config": {**own, "draft_sample_method": kind}}))
     return build_engine(
         model_folder(args, "mtp") if method == "mtp" else args.policy, mode_of_engine, args.history_k,
@@ -315,7 +319,9 @@ def main(argv: list[str] | None = None) -> None:
         append(args.out, {**common, "mode": "training", **row, **about})
     names = ("problems", "group", "max_tokens", "model_k", "history_k")
     common |= {name: getattr(args, name) for name in names}
-    environment = {**ENVIRONMENT, "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")
+    common["runner"] = f"V{1 + int(runner)}"
+    environment = {**ENVIRONMENT, "VLLM_USE_V2_MODEL_RUNNER": runner}
     runs = Runs("experiments.engines.bench_model_drafters", argv, args.logs)
     for temperature in args.temperatures:
         print(f"\nT = {temperature}\n{'mode':26} request-steps  tokens per request-step")

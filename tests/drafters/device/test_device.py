@@ -289,8 +289,8 @@ def test_what_others_must_not_see_they_do_not_find():
     """Prompts, and requests on their own, which find nothing of others either. In the first slot somebody else has said
     the same before.
     """
-    said = [5, 6, 7, 8, 9, 10, 11]
-    engine = Engine()
+    said, private = [5, 6, 7, 8, 9, 10, 11], [15, 16, 17, 18, 19, 20, 21]
+    engine = Engine(max_requests=8)
     tables = engine.history, engine.total_len, engine.seeds, engine.temperature
 
     def say(slot, tokens, prompt=(1,), **options):
@@ -309,6 +309,8 @@ def test_what_others_must_not_see_they_do_not_find():
     say(2, said)
     assert not say(3, said[:6], own_only=True).any()
     assert say(4, said[:6])[0, 0] > 0
+    say(6, private, own_only=True)
+    assert not say(7, private[:6]).any()
 
 
 def test_a_collision_of_hashes_is_no_match(monkeypatch):
@@ -691,6 +693,7 @@ def test_the_pool_neither_loses_nor_doubles_a_place(operations):
                 taken.append((start, size))
         elif taken:
             pool.release(*taken.pop(size % len(taken)))
+        assert pool.gaps == sorted(pool.gaps)
         places = sorted([*taken, *pool.gaps])
         assert [start for start, _ in places] == [sum(n for _, n in places[:i]) for i in range(len(places))]
         assert sum(size for _, size in places) == 100
