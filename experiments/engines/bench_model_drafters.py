@@ -17,7 +17,7 @@ with METHOD draft_model or mtp. Printed: request-steps (how often a request was 
 and tokens per request-step, by epoch.
 
 With VLLM_USE_V2_MODEL_RUNNER=1 PYTHONPATH=tests/gpu_stand_in:. engines have the V2 runner, whose kernels are emulated,
-and history is on the device. Its modes are `none` and `both:METHOD`, as for `--recurrent`.
+and history is on the device. Its modes are `none`, `history` and `both:METHOD`, as for `--recurrent`.
 
 With `--recurrent` the policy is a Qwen3-Next with gated DeltaNet (trained when missing: five minutes), which takes vLLM
 0.32 or newer, Triton and a C compiler: vLLM's kernels for such layers are emulated. Its modes are `none`, `history` and
@@ -54,6 +54,7 @@ from tests.interpreter import run_kernels
 from tests.recurrent.kernels import use_gpu_kernels
 
 METHODS = ("draft_model", "mtp")
+IS_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 MODES = (
     "none",
     "history",
@@ -93,7 +94,7 @@ def build(mode: str, args: argparse.Namespace) -> Any:
         own["model"] = str(model_folder(args, method))
     mode_of_engine, options = {
         "none": ("off", {}),
-        "history": ("all", {}),
+        "history": ("device" if IS_V2 else "all", {"budget": False}),
         "both": ("all", {"speculative_config": own}),
     }.get(kind, ("model", {"speculative_config": {**own, "draft_sample_method": kind}}))
     return build_engine(
@@ -319,9 +320,8 @@ def main(argv: list[str] | None = None) -> None:
         append(args.out, {**common, "mode": "training", **row, **about})
     names = ("problems", "group", "max_tokens", "model_k", "history_k")
     common |= {name: getattr(args, name) for name in names}
-    runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")
-    common["runner"] = f"V{1 + int(runner)}"
-    environment = {**ENVIRONMENT, "VLLM_USE_V2_MODEL_RUNNER": runner}
+    common["runner"] = "V2" if IS_V2 else "V1"
+    environment = {**ENVIRONMENT, "VLLM_USE_V2_MODEL_RUNNER": str(int(IS_V2))}
     runs = Runs("experiments.engines.bench_model_drafters", argv, args.logs)
     for temperature in args.temperatures:
         print(f"\nT = {temperature}\n{'mode':26} request-steps  tokens per request-step")
