@@ -18,8 +18,8 @@ finds a few places in other problems' texts by an index.
    candidate in the request's own document continues into the draft itself. The draft ends where no candidate is left.
 
 Differences from the host drafter: of other problems only the index's places are seen; of the request's own problem all
-matches are, where the host visits a part of them; and the host searches again where no candidate is left, which gained
-0 to 0.5 % on recorded rollouts and would cost a second scan.
+matches are, where the host visits a part of them; and the host searches again where no candidate is left, which gains
+0 to 0.5 % from words alone, 1 to 3 % with features, and would cost a second scan.
 """
 
 from __future__ import annotations
