@@ -15,7 +15,6 @@ what the target samples. Two cells have flat logits, the worst case for a scan t
 
 from __future__ import annotations
 
-import inspect
 import os
 import time
 from collections.abc import Callable
@@ -149,24 +148,22 @@ class Case:
             "device": self.device, "req_states": states, "logprobs_mode": "processed_logprobs",
             "num_speculative_tokens": self.k + 1,
         }  # fmt: skip
-        accepted = inspect.signature(SamplerV2).parameters
-        inner = SamplerV2(**{name: value for name, value in values.items() if name in accepted})
+        inner = SamplerV2(**values)
         config = RolloutSpecConfig(num_speculative_tokens=max(self.k, 1))
         stats = SpeculationStats()
         clock = StepClock(self.device, stats)
         adapter = SimpleNamespace(
-            requests={}, warming_up=False, stats=stats, clock=clock, host_speculator=None, wants_rejected_targets=False,
-            is_serving=lambda req_ids: True, take_hidden=lambda input_batch: None,
+            config=config, warming_up=False, stats=stats, clock=clock, host_speculator=None,
+            wants_rejected_targets=False, is_serving=lambda req_ids: True, take_hidden=lambda input_batch: None,
         )  # fmt: skip
-        ours = VerifyingSampler(inner, adapter, config)  # type: ignore[arg-type]
+        ours = VerifyingSampler(inner, adapter)  # type: ignore[arg-type]
         prompt = list(range(POSITION))
-        has_length = "prompt_len" in inspect.signature(inner.add_request).parameters
         for i in range(size):
             states.add_request(f"r{i}", POSITION, prompt, POSITION, 1000)
             params = SamplingParams(
                 temperature=self.temperature, top_p=self.top_p, seed=i, logprobs=0 if self.logprobs else None
             )
-            ours.add_request(states.req_id_to_index[f"r{i}"], *([POSITION] if has_length else []), params)
+            ours.add_request(states.req_id_to_index[f"r{i}"], params)
         states.apply_staged_writes()
         inner.apply_staged_writes()
         slots = np.array([states.req_id_to_index[f"r{i}"] for i in range(size)], np.int32)

@@ -33,8 +33,8 @@ def initialize_kv_cache(runner: Any, initialize: Callable[[], Any]) -> Any:
     if not getattr(vllm_config.speculative_config, OUR_SCHEDULE, False):
         return initialize()
     try:
-        check_adaptive_verification(vllm_config)
         _switch(runner, on=True)
+        check_adaptive_verification(vllm_config)
         return initialize()
     except ValueError as error:  # vLLM says so of LoRA, of attention kernels, of engines without graphs of whole steps
         _switch(runner, on=False)
@@ -49,9 +49,9 @@ def initialize_kv_cache(runner: Any, initialize: Callable[[], Any]) -> Any:
 
 
 def check_adaptive_verification(vllm_config: Any) -> None:
-    """Raise ValueError where vLLM's adaptive verification does not fit an engine, as far as its configuration says.
+    """Raise ValueError where adaptive verification, which is on, does not fit an engine, by its configuration.
 
-    Routed experts vLLM refuses before our hooks are asked.
+    Routed experts and context parallelism vLLM has refused before, when it was off.
     """
     if vllm_config.aux_output_config.enable_return_routed_experts:
         raise ValueError("routed experts are returned")
@@ -62,11 +62,7 @@ def check_adaptive_verification(vllm_config: Any) -> None:
     most = vllm_config.scheduler_config.max_num_seqs * (speculative.num_speculative_tokens + 1)
     if min(sizes or [most + 1]) > most:
         raise ValueError("there are no CUDA graphs of whole steps whose time it could measure")
-    speculative.enable_adaptive_verification = True
-    try:
-        vllm_config._validate_adaptive_verification()
-    finally:
-        speculative.enable_adaptive_verification = False
+    vllm_config._validate_adaptive_verification()
 
 
 def _switch(runner: Any, *, on: bool) -> None:

@@ -61,8 +61,7 @@ def history(engine: RunnerAdapter) -> dict[str, Any]:
         Empty where nothing is kept.
     """
     session = engine.session
-    held = session.history_summary() if session is not None else {}
-    if session is None or not held:
+    if session is None or not (held := session.history_summary()):
         return {}
     folder = session.engine_history.stats() if session.engine_history is not None else {}
     return {**held, "bytes": session.memory_bytes(), "folder": folder}

@@ -244,12 +244,13 @@ def check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
             (vllm_config.model_config, "return_sampling_mask"),
             (vllm_config.model_config, "enable_trace_replay"),
             (vllm_config, "watermark_config"),
+            (vllm_config.parallel_config, "enable_batch_sharded_sampling"),
         ):
             if getattr(owner, name):
                 raise ValueError(f"{name} would be ignored by rollout_spec's sampler: remove it")
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise ValueError("rollout_spec does not support pipeline parallelism: set pipeline_parallel_size=1")
-    if getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1:
+    if vllm_config.parallel_config.prefill_context_parallel_size > 1:
         raise ValueError(
             "rollout_spec does not support prefill context parallelism, under which a rank has the states of some of a "
             "step's tokens only: set prefill_context_parallel_size=1"
@@ -282,7 +283,7 @@ def _check_model_drafter(vllm_config: Any, config: RolloutSpecConfig) -> None:
             f"drafter={config.drafter!r} is on the host, and in vLLM's V2 model runner a model drafts beside a drafter "
             "on the device only: leave drafter out, or unset VLLM_USE_V2_MODEL_RUNNER"
         )
-    if getattr(speculative, "num_speculative_tokens_per_batch_size", None) is not None and config.drafts_on_host:
+    if speculative.num_speculative_tokens_per_batch_size is not None and config.drafts_on_host:
         raise ValueError(
             f"drafter={config.drafter!r} is on the host and gives each request its own K: leave "
             "num_speculative_tokens_per_batch_size out of speculative_config"
@@ -424,7 +425,7 @@ def describe_engine(vllm_config: Any, config: RolloutSpecConfig) -> str:
     if config.speculation:
         speculative = vllm_config.speculative_config
         is_measured = hasattr(speculative, OUR_SCHEDULE)
-        ranges = () if is_measured else getattr(speculative, "num_speculative_tokens_per_batch_size", None) or ()
+        ranges = () if is_measured else speculative.num_speculative_tokens_per_batch_size or ()
         most = max((k for _, _, k in ranges), default=config.max_draft_tokens)
         k = [f"up to {most} draft tokens per request and step", *([shown_ranges(ranges)] if ranges else [])]
         model = f" and the model of {speculative.method!r}" if has_model_drafter(vllm_config) else ""

@@ -23,7 +23,7 @@ from rollout_spec.integrations.vllm.config import config_of, device_bytes
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.requests import request_options
-from rollout_spec.integrations.vllm.session import Session
+from rollout_spec.integrations.vllm.session import Session, end_of
 from rollout_spec.stats import SpeculationStats
 
 MAX_LIVE_SHARE = 0.005
@@ -121,9 +121,6 @@ class DeviceSpeculator(Session, BaseSpeculator):
         if self.enable_adaptive_verification:
             prepare_to_measure(self._runner, self._index_dtype, self._is_wanted)
 
-    def load_model(self, *args: Any) -> None:
-        """Part of vLLM's interface; there is no model."""
-
     def start_requests(self, requests: Iterable[Any]) -> None:
         """See `Session`."""
         requests = list(requests)
@@ -169,10 +166,8 @@ class DeviceSpeculator(Session, BaseSpeculator):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Draft for the next step: int64 [B, K]. See vLLM for the arguments."""
-        if self._runner is None:
-            return self._no_drafts(input_batch.num_reqs)
         states, sampling = self._runner.req_states, self._runner.sampler.sampling_states
-        req_indices = input_batch.idx_mapping[: input_batch.num_reqs]
+        req_indices = input_batch.idx_mapping
         history, total_len = states.all_token_ids.gpu, states.total_len.gpu
         noise = sampling.seeds.gpu, sampling.temperature.gpu
         if dummy_run or self._runner.rollout_spec.warming_up:
@@ -183,7 +178,7 @@ class DeviceSpeculator(Session, BaseSpeculator):
                 nothing = torch.zeros_like(req_indices, dtype=torch.int32)
                 self.drafter.look_up(req_indices, nothing, history, total_len, *noise)
             return self._no_drafts(input_batch.num_reqs)
-        slots = input_batch.idx_mapping_np[: input_batch.num_reqs]
+        slots = input_batch.idx_mapping_np
         self.drafter.reserve(slots, self._most_tokens(slots) + self.num_speculative_tokens + 1)
         seen = self._runner.rollout_spec.take_features(), input_batch.cu_num_logits[: input_batch.num_reqs]
         if not (self.enabled and self._is_wanted()):
@@ -214,20 +209,12 @@ class DeviceSpeculator(Session, BaseSpeculator):
             self.engine_history.end_request(live.problem_id)
 
     def _most_tokens(self, slots: Any) -> Any:
-        """Upper bounds on the tokens of slots before the step that has been scheduled."""
+        """Upper bounds on how many tokens these slots have once the last step's output is counted."""
         states = self._runner.req_states
         # vLLM's count on the host is one step old; all drafts of that step may have been accepted.
         computed = states.num_computed_tokens_np[slots] + self.num_speculative_tokens + 1
         return np.maximum(computed, states.prefill_len.np[slots]) + 1
 
     def _ended(self, live: _Live) -> EndedRequest:
-        params = live.params
-        stops = [params.eos_token_id, *(params.stop_token_ids or ())]
-        return EndedRequest(
-            live.req_idx,
-            length=int(self._most_tokens(live.req_idx)),
-            stop_token_ids=sorted({int(token) for token in stops if token is not None}),
-            min_tokens=params.min_tokens,
-            max_tokens=params.max_tokens,
-            keep=request_options(params.extra_args).keep_in_history,
-        )
+        keep = request_options(live.params.extra_args).keep_in_history
+        return EndedRequest(live.req_idx, int(self._most_tokens(live.req_idx)), keep=keep, **end_of(live.params))

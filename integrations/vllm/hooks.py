@@ -36,6 +36,7 @@ from rollout_spec.integrations.vllm.config import (
     settle,
     share_of_experts,
 )
+from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 from rollout_spec.integrations.vllm.ranks import end_if_unheard
 from rollout_spec.integrations.vllm.requests import FrontEnd
 
@@ -190,8 +191,6 @@ def init_scheduler(original: Callable[..., None], self: Any, *args: Any, **kwarg
     has_peers = parallel.tensor_parallel_size > 1 and parallel.distributed_executor_backend == "external_launcher"
     is_asynchronous = self.vllm_config.scheduler_config.async_scheduling
     if is_asynchronous and not has_peers and hasattr(self.vllm_config.speculative_config, OUR_SCHEDULE):
-        from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
-
         self.dynamic_sd_lookup = MeasuredSchedule(self.dynamic_sd_lookup)
 
 
@@ -209,17 +208,16 @@ def collective_rpc(
     """
     results = original(self, method, timeout, args, kwargs)
     if method == "rollout_spec" and list(args[:1]) == ["set_enabled"]:
-        schedule: Any = getattr(self.scheduler, "dynamic_sd_lookup", None)
-        if hasattr(schedule, "is_enabled"):
+        schedule = getattr(self.scheduler, "dynamic_sd_lookup", None)
+        if isinstance(schedule, MeasuredSchedule):
             schedule.is_enabled = args[1]
     return results
 
 
 def update_from_output(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Tell our schedule what a step did."""
-    observe = getattr(getattr(self, "dynamic_sd_lookup", None), "observe_output", None)
-    if observe is not None:
-        observe(*args, **kwargs)
+    if isinstance(self.dynamic_sd_lookup, MeasuredSchedule):
+        self.dynamic_sd_lookup.observe_output(*args, **kwargs)
     return original(self, *args, **kwargs)
 
 

@@ -109,15 +109,7 @@ class ModelDrafter:
 
 
 def make_model_speculator(inner: Any, vllm_config: Any, device: torch.device) -> Any:
-    """vLLM's speculator `inner` as one of ours: of a class made from vLLM's, as vLLM's runner asks for that.
-
-    Raises:
-        ValueError: vLLM has made one without a model.
-    """
-    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
-
-    if not isinstance(inner, DraftModelSpeculator):
-        raise ValueError(f"vLLM made a {type(inner).__name__} of speculative_config, which cannot draft beside history")
+    """vLLM's speculator `inner` as one of ours: of a class made from vLLM's, as vLLM's runner asks for that."""
     joint: Any = type(f"Coupled{type(inner).__name__}", (ModelSpeculator, type(inner)), {})
     speculator = joint.__new__(joint)
     speculator.__dict__ = inner.__dict__
@@ -195,7 +187,7 @@ class ModelSpeculator:
             draft_logits: Not used: always None.
             spec_step_idx: From vLLM 0.32 on the step as a number, by which some models choose their module.
         """
-        if not self._is_coupled or self._runner is None:
+        if not self._is_coupled:
             step = compat.draft_step_argument(self, spec_step_idx)
             return super().sample_draft(  # type: ignore[misc,no-any-return]
                 hidden_states, positions, idx_mapping, temperature, seeds, draft_step, draft_logits, **step
@@ -232,11 +224,11 @@ class ModelSpeculator:
         state = input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, *args
         model = super().propose(*state, dummy_run=dummy_run, **kwargs)  # type: ignore[misc]
         history = self.session.propose(*state, dummy_run=dummy_run, **kwargs)
-        if self._runner is None or not self.session.enabled:
+        if not self.session.enabled:
             self.draft_token_confidence_probs[: input_batch.num_reqs] = 0
             return history
         num_requests = input_batch.num_reqs
-        slots = input_batch.idx_mapping[:num_requests]
+        slots = input_batch.idx_mapping
         temperature = self._runner.sampler.sampling_states.temperature.gpu
         if dummy_run or self._runner.rollout_spec.warming_up:  # nothing is sampled; compiles what will be called
             num_sampled = torch.zeros(num_requests, dtype=torch.int32, device=slots.device)

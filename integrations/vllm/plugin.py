@@ -26,8 +26,6 @@ class Hook(NamedTuple):
     name: str
     function: Callable[..., Any]
     """Takes the original, and then the original's arguments."""
-    is_needed: bool = True
-    """Whether engines that ask for us fail where this vLLM has no such method."""
 
     def apply(self, module: Any) -> None:
         """Replace the original. Raises AttributeError if there is none, and TypeError if it cannot be replaced."""
@@ -76,7 +74,7 @@ HOOKS = (
     Hook(*_runner_v2, "execute_model", hooks.execute_model),
     Hook(*_runner_v2, "sample_tokens", hooks.sample_tokens),
     Hook("vllm.v1.worker.gpu.model_runner", None, "init_speculator", hooks.init_speculator_v2),
-    Hook(*_runner_v2, "initialize_kv_cache", hooks.initialize_kv_cache_v2, is_needed=False),
+    Hook(*_runner_v2, "initialize_kv_cache", hooks.initialize_kv_cache_v2),
     Hook(*_runner_v2, "load_model", hooks.load_model_v2),
     Hook(*_runner_v2, "take_draft_token_ids", hooks.take_draft_token_ids_v2),
     Hook(*_worker, "load_model", hooks.load_model),
@@ -99,23 +97,22 @@ def register() -> None:
     _after_import("vllm.triton_utils.dispatcher", compat.survive_lazy_modules)
     _after_import("vllm.v1.worker.worker_base", hooks.add_command)
     for hook in HOOKS:
-        _after_import(hook.module, hook.apply, is_needed=hook.is_needed)
+        _after_import(hook.module, hook.apply)
 
 
 _registered = False
 
 
-def _after_import(name: str, change: Callable[[Any], None], *, is_needed: bool = True) -> None:
-    wrapt.register_post_import_hook(functools.partial(install_or_note, change, is_needed=is_needed), name)
+def _after_import(name: str, change: Callable[[Any], None]) -> None:
+    wrapt.register_post_import_hook(functools.partial(install_or_note, change), name)
 
 
-def install_or_note(change: Callable[[Any], None], module: Any, *, is_needed: bool = True) -> None:
+def install_or_note(change: Callable[[Any], None], module: Any) -> None:
     """Change a module of vLLM's. Where vLLM is no longer as it was, only engines that ask for rollout_spec fail.
 
     Args:
         change: Takes the module.
         module: vLLM's.
-        is_needed: See `Hook`.
 
     Raises:
         RuntimeError: the change does not fit, and the environment variable asks for all engines.
@@ -124,7 +121,7 @@ def install_or_note(change: Callable[[Any], None], module: Any, *, is_needed: bo
         change(module)
     except (AttributeError, ImportError, TypeError) as error:  # a name or module is missing, or cannot be replaced
         what = f"in {module.__name__}, {error}"
-        if is_needed and what not in config.missing:  # a class that is missing lacks all its methods
+        if what not in config.missing:  # a class that is missing lacks all its methods
             config.missing.append(what)
         if os.environ.get(config.VARIABLE):  # the hook may be the one that would have read it
             config.need_all_hooks()

@@ -35,22 +35,16 @@ def sharing_from_first_rank(vllm_config: Any) -> Callable[[Any], Any] | None:
     return None if ranks is None else lambda value: ranks.broadcast_object(value, src=0)
 
 
-def agreeing_on_any(vllm_config: Any) -> Callable[[bool], bool] | None:
-    """A function that says on every tensor-parallel rank whether its argument is True on any; None for a single rank.
-
-    All ranks must call it alike.
-    """
+def is_true_on_any_rank(vllm_config: Any, is_true: bool) -> bool:
+    """Whether this is True on any tensor-parallel rank. All ranks must call it alike."""
     ranks = _ranks_of(vllm_config)
     if ranks is None:
-        return None
+        return is_true
     import torch
 
-    def is_true_on_any(is_true: bool) -> bool:
-        votes = torch.tensor([int(is_true)])
-        torch.distributed.all_reduce(votes, op=torch.distributed.ReduceOp.MAX, group=ranks.cpu_group)
-        return bool(votes)
-
-    return is_true_on_any
+    votes = torch.tensor([int(is_true)])
+    torch.distributed.all_reduce(votes, op=torch.distributed.ReduceOp.MAX, group=ranks.cpu_group)
+    return bool(votes)
 
 
 def broadcasting_from_first_rank(vllm_config: Any, device: Any) -> Callable[[Any], Any]:

@@ -11,7 +11,7 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.features.torch import prepare
 from rollout_spec.integrations.vllm.commands import run_command
 from rollout_spec.integrations.vllm.config import say
-from rollout_spec.integrations.vllm.ranks import agreeing_on_any, broadcasting_from_first_rank
+from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank, is_true_on_any_rank
 from rollout_spec.integrations.vllm.session import Session
 from rollout_spec.integrations.vllm.step_clock import StepClock
 from rollout_spec.integrations.vllm.weights import WeightWatch
@@ -89,13 +89,12 @@ class RunnerAdapter:
         fault = self_check.find_fault(
             device,
             vocab_size=int(model.get_vocab_size()),
-            dtype=getattr(model, "head_dtype", model.dtype),
+            dtype=model.head_dtype,
             num_speculative_tokens=self.config.max_draft_tokens if self.config.speculation else 0,
             method=self.config.verify,
             logprobs_mode=str(model.logprobs_mode),
         )
-        is_true_on_any = agreeing_on_any(vllm_config) or bool
-        if is_true_on_any(fault is not None):
+        if is_true_on_any_rank(vllm_config, fault is not None):
             raise RuntimeError(
                 f"rollout_spec: verification on {device} differs from its reference: "
                 f"{fault or 'another tensor-parallel rank says how'}. This engine would sample wrongly and does not "

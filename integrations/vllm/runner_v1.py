@@ -318,7 +318,7 @@ class RunnerAdapterV1(RunnerAdapter):
         size, device = len(params), self._runner.device
         self._describe_rows(req_ids, params)
         asked = self._rows[:size]
-        is_greedy = sampling.all_greedy or sampling.temperature is None
+        is_greedy = sampling.temperature is None
         rows = SamplingBatch(
             temperature=torch.zeros(size, device=device) if is_greedy else sampling.temperature,
             seeds=upload(asked["seed"].copy(), device),
@@ -379,11 +379,12 @@ class RunnerAdapterV1(RunnerAdapter):
         session, size = self.session, is_sampled.size
         assert session is not None
         verification = self.finish_counting()
-        if verification is None or not session.is_learning:  # it may have raised since this step was verified
-            if not session.is_learning and model is not None:  # history is lost, the model is not
-                listed = zip(is_sampled.tolist(), model.token_ids.tolist(), strict=True)
-                return [tokens if sampled else [] for sampled, tokens in listed]
-            return [[] for _ in range(size)]
+        if not session.is_learning:  # it may have raised since this step was verified
+            if model is None:
+                return [[] for _ in range(size)]
+            listed = zip(is_sampled.tolist(), model.token_ids.tolist(), strict=True)
+            return [tokens if sampled else [] for sampled, tokens in listed]
+        assert verification is not None
         batch = self._runner.input_batch
         batch_rows = np.flatnonzero(is_sampled)
         rows = session.rows_of([batch.req_ids[row] for row in batch_rows.tolist()])

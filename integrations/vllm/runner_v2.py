@@ -122,15 +122,9 @@ class RunnerAdapterV2(RunnerAdapter):
         return None if features is None else self._from_first_rank(features)  # ranks round sums differently
 
     def take_over_sampling(self) -> None:
-        """Replace the runner's samplers; called once they exist.
-
-        Raises:
-            ValueError: the runner shards the batch among ranks for sampling.
-        """
+        """Replace the runner's samplers; called once they exist."""
         runner = self._runner
-        if runner.batch_sharder is not None:
-            raise ValueError("rollout_spec does not support batch-sharded sampling: switch it off")
-        sampler = VerifyingSampler(runner.sampler, self, self.config)
+        sampler = VerifyingSampler(runner.sampler, self)
         runner.sampler = sampler
         sampler.enable_adaptive_verification = getattr(self.speculator, "enable_adaptive_verification", False)
         if runner.rejection_sampler is not None:
@@ -154,10 +148,11 @@ class RunnerAdapterV2(RunnerAdapter):
 
     def cut_drafts(self, drafts: Any) -> Any:
         """Cut the scheduler's drafts to their own lengths; vLLM would verify K tokens for every request."""
-        if drafts is None or self.host_speculator is None:
+        if self.host_speculator is None:
             return drafts
         lengths = self.host_speculator.num_draft_tokens
-        cut = [tokens[: lengths.get(req_id, 0)] for req_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids)]  # noqa: B905
+        both = zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
+        cut = [tokens[: lengths.get(req_id, 0)] for req_id, tokens in both]
         return type(drafts)(drafts.req_ids, cut)
 
 
@@ -175,13 +170,11 @@ class VerifyingSampler:
 
     enable_adaptive_verification = False
 
-    def __init__(self, inner: Any, adapter: RunnerAdapterV2, config: RolloutSpecConfig) -> None:
+    def __init__(self, inner: Any, adapter: RunnerAdapterV2) -> None:
         self.inner = inner
         self.outcome: _Verified | None = None
         self.features: torch.Tensor | None = None
         self._adapter = adapter
-        self._config = config
-        self._num_speculative_tokens = config.max_draft_tokens
         self._own_processors = any(not type(p).__module__.startswith("vllm.") for p in inner.logits_processors)
         self._needs_vllm: np.ndarray = np.zeros(inner.sampling_states.max_num_reqs, bool)
         self._min_tokens: np.ndarray = np.zeros(self._needs_vllm.size, np.int64)
@@ -234,11 +227,11 @@ class VerifyingSampler:
         result = kernel.verify_rows(
             processed,
             layout,
-            method=self._config.verify,
+            method=self._adapter.config.verify,
             logprobs_mode=self.inner.logprobs_mode if asked.scored_here else None,
             hidden=hidden,
             after_difference=self._adapter.wants_rejected_targets,
-            max_draft_tokens=self._num_speculative_tokens if input_batch.num_draft_tokens > 0 else 0,
+            max_draft_tokens=self._adapter.config.max_draft_tokens if input_batch.num_draft_tokens > 0 else 0,
         )
         tensors = None
         if asked.num_logprobs >= 0 or asked.num_custom_ids:
@@ -394,13 +387,12 @@ class HostSpeculator(BaseSpeculator):
     supports_mm_inputs = False
     draft_logits = None
 
-    def __init__(self, vllm_config: Any, device: torch.device, *args: Any) -> None:
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
         config = config_of(vllm_config)
         assert config is not None
         share = sharing_from_first_rank(vllm_config)
         self.session = HostSession(config, vllm_config, share, index_late=device.type != "cpu")
         self.num_draft_tokens: dict[str, int] = {}
-        self._num_speculative_tokens = config.max_draft_tokens
         self._device = device
         self._runner: Any = None
 
@@ -414,9 +406,6 @@ class HostSpeculator(BaseSpeculator):
     def capture(self) -> None:
         """Part of vLLM's interface; nothing runs in graphs."""
 
-    def load_model(self, *args: Any) -> None:
-        """Part of vLLM's interface; there is no model."""
-
     def propose(
         self,
         input_batch: Any,
@@ -426,41 +415,33 @@ class HostSpeculator(BaseSpeculator):
         aux_hidden_states: Any,
         num_sampled: torch.Tensor,
         *args: Any,
-        dummy_run: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Draft for the next step: int64 [B, K], of which the first `num_draft_tokens` of each request count.
 
         See vLLM for the arguments.
         """
-        num_requests = input_batch.num_reqs
-        drafts = np.zeros((num_requests, self._num_speculative_tokens), np.int64)
-        sampler = self._runner.sampler
+        drafts = np.zeros((input_batch.num_reqs, self.session.num_speculative_tokens), np.int64)
+        sampler, self.num_draft_tokens = self._runner.sampler, {}
         outcome, sampler.outcome = sampler.outcome, None
-        self.num_draft_tokens = {}
-        if dummy_run or outcome is None:
-            return upload(drafts, self._device)
-        features = self._runner.rollout_spec.take_features()
-        drafted = self._draft(outcome, num_sampled, int(input_batch.num_tokens), features)
-        if drafted is None:
-            return upload(drafts, self._device)
-        batch_rows, proposed = drafted
-        drafts[batch_rows] = proposed.token_ids
-        names = [outcome.req_ids[row] for row in batch_rows.tolist()]
-        self.num_draft_tokens = dict(zip(names, proposed.lengths.tolist(), strict=True))
+        if outcome is not None:  # a step, and none of vLLM's made-up batches
+            batch_rows, proposed = self._draft(outcome, num_sampled, int(input_batch.num_tokens))
+            drafts[batch_rows] = proposed.token_ids
+            names = [outcome.req_ids[row] for row in batch_rows.tolist()]
+            self.num_draft_tokens = dict(zip(names, proposed.lengths.tolist(), strict=True))
         return upload(drafts, self._device)
 
     def _draft(
-        self, outcome: _Verified, num_sampled: torch.Tensor, num_step_tokens: int, features: torch.Tensor | None
-    ) -> tuple[NDArray[np.int64], Drafts] | None:
+        self, outcome: _Verified, num_sampled: torch.Tensor, num_step_tokens: int
+    ) -> tuple[NDArray[np.int64], Drafts]:
         """Copy the outcome to the host, the step's only wait for the device, and draft with the session.
 
         Returns:
-            (rows of the batch, int64 [R]; their drafts). None once the drafter has raised.
+            (rows of the batch, int64 [R]; their drafts).
         """
         result, starts, size = outcome.result, outcome.starts.astype(np.int64), len(outcome.req_ids)
         session, adapter = self.session, self._runner.rollout_spec
-        wants_targets = adapter.wants_rejected_targets
+        wants_targets, features = adapter.wants_rejected_targets, adapter.take_features()
         copy = HostCopy(
             (
                 result.output_token_ids,
@@ -479,7 +460,7 @@ class HostSpeculator(BaseSpeculator):
         verified = np.diff(starts) - 1
         session.stats.record(verified[batch_rows], accepted[batch_rows])
         if not session.is_learning:
-            return None
+            return batch_rows, session.drafting.no_drafts(batch_rows.size)
         rows = session.rows_of([outcome.req_ids[row] for row in batch_rows.tolist()])
         if not (rows >= 0).all():
             batch_rows, rows = batch_rows[rows >= 0], rows[rows >= 0]

@@ -29,7 +29,7 @@ def compile_kernels(config: RolloutSpecConfig, runner: Any, *, features: bool, d
         config,
         draws=draws,
         vocab_size=int(model_config.get_vocab_size()),
-        dtype=getattr(model_config, "head_dtype", model_config.dtype),
+        dtype=model_config.head_dtype,
         device=runner.device,
         logprobs_mode=str(model_config.logprobs_mode),
         hidden=(model_config.get_hidden_size(), model_config.dtype) if features else None,

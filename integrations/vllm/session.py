@@ -137,7 +137,7 @@ class Session:
 
         def summary() -> dict[str, int]:
             named = self.drafter.history_summary() if hasattr(self.drafter, "history_summary") else {}
-            return {str(key): int(value) for key, value in named.items()}
+            return {str(key): int(value) for key, value in (named or {}).items()}
 
         return self._ask(summary) or {}
 
@@ -205,8 +205,8 @@ class LiveRequest(NamedTuple):
     """Its `SamplingParams`."""
 
 
-def _end_of(params: Any) -> dict[str, Any]:
-    """Where the scheduler ends a request, for `RequestTable.limit`."""
+def end_of(params: Any) -> dict[str, Any]:
+    """Where the scheduler ends a request, as both drafters are told."""
     stops = list(params.stop_token_ids or ())
     if params.eos_token_id is not None:
         stops.append(params.eos_token_id)
@@ -281,8 +281,8 @@ class HostSession(Session):
         self._last_call: float | None = None  # when `draft` was called last
         self._unshared: list[_Step] = []  # steps that the budget has not been told
         if config.history_dir is not None:
-            keeper: Any = drafter  # `registry.check_keeps_history` has made sure
-            self.engine_history = EngineHistory(config, vllm_config, keeper, self.problems, share_from_first_rank)
+            # That the drafter keeps history, `registry.check_keeps_history` has made sure.
+            self.engine_history = EngineHistory(config, vllm_config, self.drafter, self.problems, share_from_first_rank)
 
     # -- which requests are alive ------------------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ class HostSession(Session):
             **{name: more[name] for name in self._keywords},
         )
         row, table = self.drafter.row_of(req_id), self.drafter.table
-        table.limit(row, **_end_of(params))
+        table.limit(row, **end_of(params))
         table.arrays.is_sampled[row] = params.temperature > 0
         self.live[req_id], self._batch = LiveRequest(row, conversation, params), None
 
@@ -345,8 +345,7 @@ class HostSession(Session):
         has_output = arrays.num_tokens[live.row] > arrays.num_prompt_tokens[live.row]
         keep = bool(has_output) and request_options(live.params.extra_args).keep_in_history
         if keep and "num_known" in self._keywords:
-            drafter: Any = self.drafter
-            self.problems.stop(live.conversation, drafter.output_of(req_id))
+            self.problems.stop(live.conversation, self.drafter.output_of(req_id))
         self.drafter.stop_request(req_id, keep=keep)
         if self.engine_history is not None:
             self.engine_history.end_request(live.conversation.problem_id)
@@ -511,12 +510,10 @@ class HostSession(Session):
             is_awaited = self.budget.cost.is_awaited(step.num_tokens, drafted=step.drafted)
             if len(self._unshared) < STEPS_PER_SHARING and not is_awaited:
                 return
-            seconds = self._share_from_first_rank(
-                [value for step in self._unshared for value in (step.seconds, step.draft_seconds)]
-            )
+            times = self._share_from_first_rank([(step.seconds, step.draft_seconds) for step in self._unshared])
             self._unshared = [
-                step._replace(seconds=seconds[2 * i], draft_seconds=seconds[2 * i + 1])
-                for i, step in enumerate(self._unshared)
+                step._replace(seconds=seconds, draft_seconds=draft_seconds)
+                for step, (seconds, draft_seconds) in zip(self._unshared, times, strict=True)
             ]
         for step in self._unshared:
             self.budget.observe_step(**step._asdict())

@@ -128,8 +128,7 @@ def add_graphs(vllm_config: Any, set_sizes: Callable[[], None]) -> str | None:
     """
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     speculative = vllm_config.speculative_config
-    ranges = getattr(speculative, "num_speculative_tokens_per_batch_size", None)
-    ranges = ranges or [(1, 1, speculative.num_speculative_tokens)]
+    ranges = speculative.num_speculative_tokens_per_batch_size or [(1, 1, speculative.num_speculative_tokens)]
     width = 1 + max(k for _, _, k in ranges)
     most, room = most_tokens(scheduler.max_num_seqs, ranges), scheduler.max_num_batched_tokens
     largest, most_of_one = most, width

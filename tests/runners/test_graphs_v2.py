@@ -65,7 +65,7 @@ def captured(tiny_model, monkeypatch):
                 torch.device("cpu"),
                 becomes,
                 decode_query_len=width,
-                **({"varlen_decode": True} if cuts else {}),
+                varlen_decode=cuts,
             )
 
         hooks.initialize_kv_cache_v2(initialize_kv_cache, runner)
@@ -78,7 +78,7 @@ def captured(tiny_model, monkeypatch):
         kinds = {}
         manager = manager_of(*args, **kwargs)
         for desc in manager._capture_descs[CUDAGraphMode.FULL]:
-            kind = desc.uniform_token_count, getattr(desc, "max_query_len", None)
+            kind = desc.uniform_token_count, desc.max_query_len
             kinds[kind] = max(kinds.get(kind, (0, 0)), (desc.num_tokens, desc.num_reqs))
         return kinds
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -53,9 +52,8 @@ class Worker:
 
     def determine_available_memory(self):
         sampler, count = self.model_runner.sampler, 3
-        prompt_len = [3] if "prompt_len" in inspect.signature(sampler.inner.add_request).parameters else []
         for i in range(count):
-            sampler.add_request(i, *prompt_len, SamplingParams(temperature=0.9, repetition_penalty=1.1))
+            sampler.add_request(i, SamplingParams(temperature=0.9, repetition_penalty=1.1))
         sampler.apply_staged_writes()
         sampler(torch.zeros(count, 24), InputBatch.make_dummy(count, count, self.model_runner.input_buffers))
         return 17

@@ -124,12 +124,12 @@ def test_an_engine_with_a_fault_does_not_start(is_sound, on_another_rank, monkey
     pytest.importorskip("vllm")
     from rollout_spec.integrations.vllm import runner
 
-    model = SimpleNamespace(get_vocab_size=lambda: VOCAB, dtype=torch.bfloat16, logprobs_mode="processed_logprobs")
+    model = SimpleNamespace(get_vocab_size=lambda: VOCAB, head_dtype=torch.bfloat16, logprobs_mode="processed_logprobs")
     adapter = object.__new__(runner.RunnerAdapter)
     adapter._runner = SimpleNamespace(device=torch.device("cuda"), vllm_config=SimpleNamespace(model_config=model))
     adapter.config = RolloutSpecConfig(num_speculative_tokens=K)
     monkeypatch.setattr(self_check, "find_fault", lambda device, **_: None if is_sound else "token of row 0")
-    monkeypatch.setattr(runner, "agreeing_on_any", lambda _: (lambda found: True) if on_another_rank else None)
+    monkeypatch.setattr(runner, "is_true_on_any_rank", lambda _, is_true: is_true or on_another_rank)
     monkeypatch.setattr(runner, "say", logging.getLogger().warning)
     if is_sound and not on_another_rank:
         adapter.check_kernels()

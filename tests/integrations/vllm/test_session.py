@@ -166,13 +166,13 @@ def run(session, steps, request, **options):
 def test_steps_are_timed_and_ranks_share_what_they_took():
     asked = []
 
-    def share(seconds):
-        asked.append(seconds)
-        return [1.25, 0.25] * (len(seconds) // 2)
+    def share(times):
+        asked.append(times)
+        return [(1.25, 0.25)] * len(times)
 
     session = a_session(share)
     run(session, 3 * STEPS_PER_SHARING + 2, a_request())
-    sizes = [len(seconds) // 2 for seconds in asked]
+    sizes = [len(times) for times in asked]
     assert sizes[0] == 1, "what is measured for the first time is shared at once"
     assert 1 < max(sizes) <= STEPS_PER_SHARING
     assert sum(sizes) > 2 * STEPS_PER_SHARING

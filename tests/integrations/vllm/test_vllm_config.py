@@ -138,16 +138,22 @@ def test_mistakes_end_the_engine_before_it_starts(tiny_model, monkeypatch, said,
         configuration(tiny_model, **engine)
 
 
-@pytest.mark.parametrize("name", ["use_fp64_gumbel", "return_sampling_mask", "enable_trace_replay", "watermark_config"])
+IGNORED = (
+    "use_fp64_gumbel", "return_sampling_mask", "enable_trace_replay", "watermark_config",
+    "enable_batch_sharded_sampling",
+)  # fmt: skip
+"""Options of V2's own sampler."""
+
+
+@pytest.mark.parametrize("name", IGNORED)
 def test_options_that_our_sampler_would_ignore(name):
-    """V2's own."""
-    options = dict.fromkeys(
-        ("use_fp64_gumbel", "return_sampling_mask", "enable_trace_replay", "watermark_config"), False
-    )
-    options[name] = True
-    model = SimpleNamespace(runner_type="generate", **options)
+    options = SimpleNamespace(runner_type="generate", **dict.fromkeys(IGNORED, False))
+    setattr(options, name, True)
     vllm_config = SimpleNamespace(
-        model_config=model, use_v2_model_runner=True, watermark_config=options["watermark_config"]
+        model_config=options,
+        parallel_config=options,
+        use_v2_model_runner=True,
+        watermark_config=options.watermark_config,
     )
     with pytest.raises(ValueError, match=f"{name} would be ignored"):
         check_engine(vllm_config, RolloutSpecConfig(speculation=False))
