@@ -305,12 +305,10 @@ class Budget:
 
     Attributes:
         cost: What steps cost.
-        bins: For `allocate`.
     """
 
     def __init__(self) -> None:
         self.cost = StepCost()
-        self.bins = np.empty((2, NUM_BINS))
         self._expected = self._accepted = 0.0  # sums over the last steps
         self._is_known = False  # whether any cost of drafts is
         self._drafting: deque[float] = deque(maxlen=RECENT_DRAFTS)  # seconds per request

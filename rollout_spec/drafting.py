@@ -16,11 +16,12 @@ from rollout_spec.budget import Budget
 from rollout_spec.drafters.base import BatchDrafter, Drafter
 from rollout_spec.drafters.batch import as_batch_drafter
 from rollout_spec.drafters.host import step
+from rollout_spec.drafters.host.requests import UNLIMITED
 from rollout_spec.drafters.host.step import Learned, Sampled, StepOptions
 from rollout_spec.drafters.model.choice import DraftChoice, ModelDrafts, no_model_drafts
 from rollout_spec.types import Drafts
 
-NO_COST, NO_BINS = np.zeros(0), np.zeros((0, 0))
+NO_COST = np.zeros(0)
 """For `decide` where there is no budget: all of each draft is verified."""
 
 
@@ -39,6 +40,7 @@ class Drafting:
         num_speculative_tokens: K, the most tokens drafted per request and step.
         max_model_len: Most tokens of a request, prompt and output.
         vocab_size: Of the target; other tokens cannot be verified.
+        max_step_tokens: Most tokens of a step, drafts included, which only a budget heeds.
         has_model: Whether a model drafts, too.
     """
 
@@ -49,6 +51,7 @@ class Drafting:
         *,
         max_model_len: int,
         vocab_size: int,
+        max_step_tokens: int = UNLIMITED,
         budget: Budget | None = None,
         has_model: bool = False,
     ) -> None:
@@ -59,7 +62,7 @@ class Drafting:
         self.wants_rejected_targets = bool(getattr(self.drafter, "wants_rejected_targets", False))
         self.num_asked, self.seconds = 0, 0.0
         self._num_speculative_tokens = num_speculative_tokens
-        self._vocab_size = vocab_size
+        self._vocab_size, self._max_step_tokens = vocab_size, max_step_tokens
         model = np.zeros((0, 0)) if self.choice is None else self.choice.counts
         self._options = StepOptions(num_speculative_tokens, max_model_len, True, model)
         # The class is asked: `_OneByOne` passes on every attribute of the drafter that it calls.
@@ -83,18 +86,17 @@ class Drafting:
     def draft(
         self,
         rows: NDArray[np.int64],
-        learned: Learned,
+        room: NDArray[np.int64],
         *,
         num_tokens: int,
-        max_draft_tokens: int | None = None,
         model: ModelDrafts | None = None,
     ) -> Drafts:
         """Draft for the next step, where that pays.
 
         Args:
-            rows: int64 [B], the requests of which `learned` tells.
+            rows: int64 [B], the requests.
+            room: int64 [B], see `Learned`.
             num_tokens: Tokens that the next step computes without drafts: one per request, and those of prompts.
-            max_draft_tokens: Most tokens of all drafts together, which only a budget heeds. None: no bound.
             model: What the model drafted for the same requests, if there is one.
 
         Returns:
@@ -103,7 +105,7 @@ class Drafting:
         Raises:
             ValueError: the drafter, which may be a user's own, proposes drafts that cannot be verified.
         """
-        chosen, room = learned.chosen, learned.room
+        chosen = np.flatnonzero(room)
         drafts = self.no_drafts(rows.size)
         is_wanted = chosen.size > 0 and (self.budget is None or self.budget.wants_drafts(num_tokens))
         self.num_asked, self.seconds = chosen.size if is_wanted else 0, 0.0
@@ -111,22 +113,24 @@ class Drafting:
             return drafts
         started = time.perf_counter()
         if chosen.size < rows.size:
-            rows = rows[chosen]
+            rows, room = rows[chosen], room[chosen]
         self.drafter.propose_rows(rows, room)
         if self.choice is not None:
             theirs = no_model_drafts(rows.size)
             if model is not None:
                 theirs = ModelDrafts(model.token_ids[chosen], model.probabilities[chosen])
-            self._choose(self.choice, rows, room, theirs)
-        trust, value, cost, bins = 1.0, 0.0, NO_COST, NO_BINS
+            some = self.choice.choose(self.drafter.table, rows, room, theirs)
+            if self._continues and some.size:
+                drafter: Any = self.drafter
+                drafter.continue_rows(rows[some], room[some])
+        trust, value, cost = 1.0, 0.0, NO_COST
         if self.budget is not None:
-            most = drafts.token_ids.size if max_draft_tokens is None else min(drafts.token_ids.size, max_draft_tokens)
+            most = min(drafts.token_ids.size, self._max_step_tokens - num_tokens)
             value, cost = self.budget.costs(rows.size, num_tokens, max(most, 0))
-            trust, bins = self.budget.trust, self.budget.bins
+            trust = self.budget.trust
         wrong, gain = step.decide(
-            self.drafter.table.reference, rows, room, chosen, self._vocab_size, trust, value, cost, bins,
-            np.empty(drafts.token_ids.size), np.empty(rows.size + 1, np.int64), np.empty(rows.size, np.int64), *drafts,
-        )  # fmt: skip
+            self.drafter.table.reference, rows, room, chosen, self._vocab_size, trust, value, cost, *drafts
+        )
         if wrong:
             self._refuse(wrong, rows, room)
         if self.budget is not None:
@@ -138,17 +142,6 @@ class Drafting:
         """Empty drafts for `size` requests."""
         shape = (size, self._num_speculative_tokens)
         return Drafts(np.zeros(shape, np.int32), np.zeros(size, np.int64))
-
-    def _choose(
-        self, choice: DraftChoice, rows: NDArray[np.int64], room: NDArray[np.int64], model: ModelDrafts
-    ) -> None:
-        """Choose between both drafts. History goes on where all of a model's was chosen and there is room for more."""
-        some = choice.choose(self.drafter.table, rows, room, model)
-        if self._continues and some.size:
-            num_model = model.token_ids.shape[1]
-            survival = self.drafter.table.arrays.confidence[rows[some], num_model - 1].astype(np.float64)
-            drafter: Any = self.drafter
-            drafter.continue_rows(rows[some], room[some], model.token_ids[some], survival)
 
     def _refuse(self, wrong: int, rows: NDArray[np.int64], room: NDArray[np.int64]) -> None:
         drafts = self.drafter.table.arrays.history

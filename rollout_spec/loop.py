@@ -18,7 +18,7 @@ from rollout_spec.budget import Budget
 from rollout_spec.checks import shown_array
 from rollout_spec.drafters.base import Drafter, Tokens
 from rollout_spec.drafters.host.requests import UNLIMITED
-from rollout_spec.drafters.host.step import NO_FEATURES, Learned, Sampled
+from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.drafting import Drafting
 from rollout_spec.features.format import Features
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Float32Array, SamplingBatch, VerifyMethod
@@ -54,8 +54,8 @@ class Targets(NamedTuple):
     """What the target samples in a step: for each request one row per drafted position, and one after them. N rows."""
 
     token_ids: NDArray[np.int64]
-    """int64 [N]. PLACEHOLDER_TOKEN_ID where the target has no sample: after the first difference from a draft, and
-    after its end."""
+    """int64 [N]. PLACEHOLDER_TOKEN_ID where nothing was sampled: after a rollout's end, and after the first difference
+    from a draft in recordings and under rejection sampling."""
     features: Features = NO_FEATURES
     """int64 [N, FEATURE_WORDS], what the target saw at these rows; of length 0 where it is not known."""
 
@@ -103,7 +103,7 @@ class Decoder:
         self.index_seconds = 0.0
         self._sample, self._knows_noise = sample, knows_noise
         self._wants_features = bool(getattr(self.drafting.drafter, "wants_features", False))
-        self._room: dict[str, int] = {}  # tokens to draft for a request at most; none for its last token
+        self._room: dict[str, int] = {}  # see `Learned`
 
     def start(self, request: RequestState) -> None:
         """Begin a request. Its first token comes with the prompt and is not drafted.
@@ -127,10 +127,8 @@ class Decoder:
             FloatingPointError: a row of logits holds NaN or +inf, or only -inf. No token is committed then.
         """
         # 1. Draft, as much as pays.
-        room = np.array([self._room.get(r.req_id, 0) for r in self.live])
-        chosen = np.flatnonzero(np.minimum(room, max_draft_tokens) > 0)
-        limits = Learned(chosen, np.minimum(room, max_draft_tokens)[chosen], len(self.live), 0, 0, 0, 0.0, 0)
-        token_ids, lengths = self.drafting.draft(self._rows(self.live), limits, num_tokens=len(self.live))
+        room = np.array([min(self._room[r.req_id], max_draft_tokens) for r in self.live])
+        token_ids, lengths = self.drafting.draft(self._rows(self.live), room, num_tokens=len(self.live))
         drafts = [tokens[:n] for tokens, n in zip(token_ids.tolist(), lengths.tolist(), strict=True)]
         return self._advance(list(self.live), drafts)
 
@@ -165,11 +163,9 @@ class Decoder:
         kept, is_complete = (table.num_tokens[rows] - first).tolist(), table.is_complete[rows].tolist()
         for i, request in enumerate(requests):
             request.token_ids.extend(output[i, : kept[i]].tolist())
-            self._room[request.req_id] = 0
+            self._room[request.req_id] = int(learned.room[i])
             if is_complete[i]:
                 self.stop(request)
-        for i, room in zip(learned.chosen.tolist(), learned.room.tolist(), strict=True):
-            self._room[requests[i].req_id] = room
         return StepCounts(rows, drafted, accepted, emitted)
 
     def observe_step(self, counts: StepCounts, seconds: float, draft_seconds: float) -> None:
@@ -201,7 +197,7 @@ class Decoder:
         self.drafting.drafter.stop_request(request.req_id, keep=keep)
         self.index_seconds += time.perf_counter() - started
         self.live.remove(request)
-        self._room.pop(request.req_id, None)
+        del self._room[request.req_id]
 
     def _rows(self, requests: Sequence[RequestState]) -> NDArray[np.int64]:
         return np.array([self.drafting.drafter.row_of(r.req_id) for r in requests], np.int64)

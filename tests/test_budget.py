@@ -25,7 +25,7 @@ UNIT = st.floats(0, 1, width=32)
 
 def allocate(survival, starts, value, cost):
     taken = np.empty(starts.size - 1, np.int64)
-    gain = allocate_into(survival, starts, value, cost, Budget().bins, taken)
+    gain = allocate_into(survival, starts, value, cost, np.empty((2, NUM_BINS)), taken)
     assert gain == pytest.approx(
         net_gain(taken, survival, starts, value, cost), abs=2 * value * survival.size / NUM_BINS
     )
@@ -69,7 +69,7 @@ def decide(budget, confidence, starts, num_tokens, max_draft_tokens=None):
     if allowed > 0:
         value, cost = budget.costs(size, num_tokens, allowed)
         trusted = np.minimum(budget.trust * confidence.astype(float), 1.0)
-        gain = allocate_into(trusted, starts, value, cost, budget.bins, taken)
+        gain = allocate_into(trusted, starts, value, cost, np.empty((2, NUM_BINS)), taken)
     budget.note(size, gain)
     return taken
 

@@ -63,7 +63,6 @@ MAX_PENDING = 1 << 16
 """Most tokens that wait to be indexed while nothing is drafted; at most a sixteenth of `max_history_tokens`."""
 MAX_ADDED = 1 << 16
 """Add at most this many tokens that ended elsewhere before old ones are dropped: arrays grow, but never shrink."""
-NOTHING_GIVEN, NO_SURVIVAL = np.zeros((0, 0), np.int32), np.zeros(0)
 MAX_DRAFT_TOKENS = 1 << 16
 """Bound on K, far above any of use, for which the buffers take megabytes."""
 POOL_ENTRIES = 1 << 14
@@ -278,10 +277,9 @@ class HistoryDrafter:
             check_features(sampled.features, sampled.features.shape[0])
         if self._unindexed:  # prompts before the tokens that were sampled meanwhile
             self.update_index()
-        if targets is not None and self.wants_rejected_targets:
+        if targets is not None:
             text = np.empty(LOOKAHEAD_ORDER + self._max_draft_tokens, np.int32)
-            requests, rows = self.table.arrays, (sampled.rows, sampled.batch_rows)
-            step.remember_rejected(requests, self._known(), *rows, targets, sampled.starts, sampled.num_accepted, text)
+            step.remember_rejected(self.table.arrays, self._known(), sampled, targets, text)
         learned = self._learn(sampled, options)
         self._drop_oldest()
         return learned
@@ -289,10 +287,10 @@ class HistoryDrafter:
     def _learn(self, sampled: Sampled, options: StepOptions) -> Learned:
         if sampled.features.size and self.wants_features:
             self._store.keep_features()
-        out = np.empty((2, sampled.rows.size), np.int64)
+        room = np.empty(sampled.rows.size, np.int64)
         for _ in range(2):
-            num_chosen, *counts, num_new, had_room = step.learn(
-                self.table.reference, self._known_by_reference(), options, sampled, self._window, out
+            *counts, num_new, had_room = step.learn(
+                self.table.reference, self._known_by_reference(), options, sampled, self._window, room
             )
             if had_room:
                 break
@@ -303,7 +301,7 @@ class HistoryDrafter:
         if not options.index_now and num_new:
             self._unindexed.append(self.table.arrays.document[sampled.rows])
             self._num_unindexed += num_new
-        return Learned(out[0, :num_chosen], out[1, :num_chosen], *counts)
+        return Learned(room, *counts)
 
     def _known(self) -> HistoryState:
         """All that is known, for compiled functions."""
@@ -338,41 +336,22 @@ class HistoryDrafter:
             ngram.rehash(store.arrays, self._index.buckets, self._settings.use_shared, index.buckets)
 
     def propose_rows(self, rows: NDArray[np.int64], room: NDArray[np.int64]) -> None:
-        self._propose(rows, room, NOTHING_GIVEN, NO_SURVIVAL, continues=False)
+        self._propose(rows, room, continues=False)
 
-    def continue_rows(
-        self,
-        rows: NDArray[np.int64],
-        room: NDArray[np.int64],
-        token_ids: Int32Array,
-        survival: NDArray[np.float64],
-    ) -> None:
-        """Continue drafts that another drafter has begun: fills `Requests.continued`.
+    def continue_rows(self, rows: NDArray[np.int64], room: NDArray[np.int64]) -> None:
+        """Continue a model's drafts, which `DraftChoice` has chosen: fills `Requests.continued`.
 
         Args:
             rows: int64 [R].
-            room: int64 [R], most tokens of the whole drafts, at least M.
-            token_ids: int32 [R, M], how the drafts begin.
-            survival: float64 [R], the estimated probability that all of these are accepted, and their confidence.
+            room: int64 [R], most tokens of the whole drafts.
         """
-        self._propose(rows, room, np.ascontiguousarray(token_ids), survival, continues=True)
+        self._propose(rows, room, continues=True)
 
-    def _propose(
-        self,
-        rows: NDArray[np.int64],
-        room: NDArray[np.int64],
-        given: Int32Array,
-        survival: NDArray[np.float64],
-        *,
-        continues: bool,
-    ) -> None:
+    def _propose(self, rows: NDArray[np.int64], room: NDArray[np.int64], *, continues: bool) -> None:
         requests, known = self.table.reference, self._known_by_reference()
 
         def propose_part(part: int, start: int, end: int) -> None:
-            some = slice(start, end)
-            step.propose(
-                requests, known, rows[some], room[some], given[some], survival[some], continues, self._scratch[part]
-            )
+            step.propose(requests, known, rows[start:end], room[start:end], continues, self._scratch[part])
 
         share_out(propose_part, rows.size, self._num_threads)
 

@@ -48,7 +48,7 @@ class Requests(NamedTuple):
     model_tokens: Int32Array  # [R, K] what the model drafted, then NO_TOKEN
     model_cells: Int32Array  # [R, K] index into the rates of the model's drafts
     is_model: NDArray[np.bool_]  # [R] whether the model's draft is verified
-    num_offered: NDArray[np.int64]  # [R] the last draft's tokens before the budget cut it; -1: none was asked for
+    num_offered: NDArray[np.int64]  # [R] the last draft's tokens before the budget cut it
     confidence: Float32Array  # [R, K] of these
 
 
@@ -82,7 +82,7 @@ class RequestTable:
         arrays.is_complete[row], arrays.is_sampled[row], arrays.document[row] = False, seed is not None, document
         for drafts in (arrays.history, arrays.continued):
             drafts.lengths[row], drafts.num_given[row] = 0, 0
-        arrays.model_tokens[row], arrays.is_model[row], arrays.num_offered[row] = NO_TOKEN, False, -1
+        arrays.model_tokens[row], arrays.is_model[row], arrays.num_offered[row] = NO_TOKEN, False, 0
         return row
 
     def stop(self, row: int) -> None:
@@ -147,6 +147,6 @@ def _new_requests(num_rows: int, num_stops: int, k: int) -> Requests:
         model_tokens=zeros(np.int32, k) + np.int32(NO_TOKEN),
         model_cells=zeros(np.int32, k),
         is_model=zeros(np.bool_),
-        num_offered=zeros(np.int64) - 1,
+        num_offered=zeros(np.int64),
         confidence=zeros(np.float32, k),
     )

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.budget import allocate
+from rollout_spec.budget import NUM_BINS, allocate
 from rollout_spec.drafters.host import lookahead, ngram, suffix
 from rollout_spec.drafters.host.constants import LOOKAHEAD, LOOKAHEAD_WEIGHT, MAX_DEPTH
 from rollout_spec.drafters.host.index import DrafterSettings, Index, append_features, gather, index_document
@@ -102,11 +102,9 @@ class StepOptions(NamedTuple):
 class Learned(NamedTuple):
     """What `learn` says of the next step."""
 
-    chosen: NDArray[np.int64]
-    """int64 [C], index in `Sampled.rows` of each request that can be drafted for. A last token needs no draft, as a
-    step samples one in any case."""
     room: NDArray[np.int64]
-    """int64 [C], how many tokens to draft for it at most."""
+    """int64 [B], how many tokens to draft for each request at most. The last one needs no draft, as a step samples one
+    in any case."""
     num_live: int
     """Requests that are not complete."""
     num_verified: int
@@ -183,33 +181,32 @@ def _has_room(history, num_tokens, num_pieces, index_now):
 
 
 @njit
-def learn(requests, history, options, sampled, window, out):
+def learn(requests, history, options, sampled, window, room):
     """Learn what a step sampled.
 
     Args:
         requests, history: By reference; history None: the drafter is of another kind.
         window: int32 [WINDOW], scratch.
-        out: int64 [2, B], filled: `Learned.chosen` and `Learned.room`.
+        room: int64 [B], filled: `Learned.room`.
 
     Returns:
-        (C, what follows `Learned.room`; new tokens; whether there was room for them: if
-        not, nothing was done).
+        (what follows `Learned.room`; new tokens; whether there was room for them: if not, nothing was done).
     """
     if history is None:
-        return _learn(requests.values, None, options, sampled, window, out)
-    return _learn(requests.values, history.values, options, sampled, window, out)
+        return _learn(requests.values, None, options, sampled, window, room)
+    return _learn(requests.values, history.values, options, sampled, window, room)
 
 
 @njit(allocates=False)
-def _learn(requests, history, options, sampled, window, out):
+def _learn(requests, history, options, sampled, window, room):
     index_now = options.index_now
     rows, batch_rows = sampled.rows, sampled.batch_rows
     total = 0
     for i in range(rows.size):
         total += max(sampled.lengths[batch_rows[i]] - requests.num_tokens[rows[i]], 0)
     if history is not None and not _has_room(history, total, rows.size, index_now):
-        return 0, 0, 0, 0, 0, 0.0, 0, total, False
-    num_chosen = num_live = num_verified = num_sampled = num_emitted = num_right = 0
+        return 0, 0, 0, 0, 0.0, 0, total, False
+    num_live = num_verified = num_sampled = num_emitted = num_right = 0
     expected = 0.0
     for i in range(rows.size):
         row, batch_row = rows[i], batch_rows[i]
@@ -238,45 +235,43 @@ def _learn(requests, history, options, sampled, window, out):
                 append_features(history.store, position, sampled.features, feature_row)
             if index_now:
                 index_document(history, np.int64(document), window)
-        requests.num_offered[row], requests.is_model[row] = -1, False
+        requests.num_offered[row], requests.is_model[row] = 0, False
         requests.num_tokens[row] += size
         num_verified += sampled.num_verified[batch_row]
         num_sampled += num_accepted + 1
         num_emitted += max(size - max(num_earlier, 0), 0)
-        if requests.is_complete[row]:
-            continue
-        num_live += 1
-        to_come = requests.max_tokens[row] - requests.num_tokens[row] + requests.num_prompt_tokens[row]
-        if to_come > 1:
-            out[0, num_chosen] = i
-            in_model = options.max_model_len - requests.num_tokens[row] - 1
-            out[1, num_chosen] = min(options.max_draft_tokens, to_come - 1, in_model)
-            num_chosen += 1
-    return num_chosen, num_live, num_verified, num_sampled, num_emitted, expected, num_right, total, True
+        room[i] = 0
+        if not requests.is_complete[row]:
+            num_live += 1
+            to_come = requests.max_tokens[row] - requests.num_tokens[row] + requests.num_prompt_tokens[row]
+            in_model = options.max_model_len - requests.num_tokens[row]
+            room[i] = max(min(options.max_draft_tokens, to_come - 1, in_model - 1), 0)
+    return num_live, num_verified, num_sampled, num_emitted, expected, num_right, total, True
 
 
 def learn_without_text(table: RequestTable, sampled: Sampled, options: StepOptions) -> Learned:
     """`learn` for a drafter that keeps its text elsewhere, or none."""
-    out = np.empty((2, sampled.rows.size), np.int64)
-    num_chosen, *counts, _, _ = learn(table.reference, None, options, sampled, None, out)
-    return Learned(out[0, :num_chosen], out[1, :num_chosen], *counts)
+    room = np.empty(sampled.rows.size, np.int64)
+    *counts, _, _ = learn(table.reference, None, options, sampled, None, room)
+    return Learned(room, *counts)
 
 
 @njit(allocates=False)
-def remember_rejected(requests, history, rows, batch_rows, targets, starts, num_accepted, text):
+def remember_rejected(requests, history, sampled, targets, text):
     """Put what the target sampled after the first difference from a request's draft into the lookahead pool.
 
-    Called before the step's tokens are learned. Of request i the targets are in starts[batch_rows[i]] and after it.
+    Called before the step's tokens are learned.
 
     Args:
+        targets: int64 [N], what it sampled at the step's rows.
         text: int32, scratch, longer than a draft by LOOKAHEAD_ORDER.
     """
     store = history.store
-    for i in range(rows.size):
-        row, start = rows[i], starts[batch_rows[i]]
+    for i in range(sampled.rows.size):
+        row, batch_row = sampled.rows[i], sampled.batch_rows[i]
+        start, accepted = sampled.starts[batch_row], sampled.num_accepted[batch_row]
         drafts = requests.continued if requests.is_model[row] else requests.history
-        accepted = num_accepted[batch_rows[i]]
-        num_targets = min(starts[batch_rows[i] + 1] - start, drafts.lengths[row] + 1)
+        num_targets = min(sampled.starts[batch_row + 1] - start, drafts.lengths[row] + 1)
         if num_targets <= accepted + 1:
             continue
         document = requests.document[row]
@@ -299,19 +294,18 @@ def index_documents(history, documents, window):
 
 
 @njit(nogil=True)
-def propose(requests, history, rows, room, given, reached, continues, scratch):
+def propose(requests, history, rows, room, continues, scratch):
     """Draft for requests, at most room[i] tokens each, and K: fills `requests.history`, or `requests.continued`.
 
-    Drafts begin with the tokens `given` (int32 [B, M]), all of which are accepted with probability `reached` (float64
-    [B]); where M is 0, both may be of length 0. Nothing else is written but `scratch`: several threads may draft for
-    parts of a batch. Requests, history and scratch are passed by reference. O(log n + MAX_CANDIDATES) for a draft's
-    first token and O(candidates left) for each later one.
+    If it `continues`, drafts begin with the model's, which are to be verified. Nothing else is written but `scratch`:
+    several threads may draft for parts of a batch. Requests, history and scratch are passed by reference. O(log n +
+    MAX_CANDIDATES) for a draft's first token and O(candidates left) for each later one.
     """
-    _propose(requests.values, history.values, rows, room, given, reached, continues, scratch.values)
+    _propose(requests.values, history.values, rows, room, continues, scratch.values)
 
 
 @njit(allocates=False)
-def _propose(requests, history, rows, room, given, reached, continues, scratch):
+def _propose(requests, history, rows, room, continues, scratch):
     store, settings, calibration = history.store, history.settings, history.calibration
     out = requests.continued if continues else requests.history
     positions, lengths, weights, sources = scratch.positions, scratch.lengths, scratch.weights, scratch.sources
@@ -323,11 +317,12 @@ def _propose(requests, history, rows, room, given, reached, continues, scratch):
         coupled = 1 if requests.has_seed[row] else 0
         kept = read_back(store, last_position(store, document), scratch.text, np.int64(MAX_DEPTH))
         text = scratch.text[MAX_DEPTH - kept :]
-        num_given, count = given.shape[1], 0
-        survival = reached[i] if num_given > 0 else 1.0
+        num_given, survival, count = 0, 1.0, 0
+        if continues:
+            num_given = requests.num_offered[row]
+            survival = float(requests.confidence[row, num_given - 1])
         for depth in range(num_given):
-            out.tokens[row, depth] = text[kept + depth] = given[i, depth]
-            out.confidence[row, depth] = reached[i]
+            out.tokens[row, depth] = text[kept + depth] = requests.model_tokens[row, depth]
         out.lengths[row], out.num_given[row] = num_given, num_given
         for depth in range(num_given, min(room[i], out.tokens.shape[1])):
             end = kept + depth
@@ -396,10 +391,6 @@ def decide(
     trust,
     value,
     cost,
-    bins,
-    survival,
-    starts,
-    taken,
     token_ids,
     lengths,
 ):
@@ -410,16 +401,16 @@ def decide(
         rows, room: int64 [C].
         chosen: int64 [C], where each draft belongs in `token_ids` and `lengths`.
         trust: See `Budget`.
-        value, cost, bins: See `allocate`; `cost` of length 0: all of each draft is verified.
-        survival: float64 [C * K], scratch: each token's probability to be reached and accepted.
-        starts: int64 [C + 1], scratch.
-        taken: int64 [C], scratch.
+        value, cost: See `allocate`; `cost` of length 0: all of each draft is verified.
         token_ids: int32 [B, K], filled with the drafts.
         lengths: int64 [B], filled with how many of their tokens to verify.
 
     Returns:
         (0, or what is wrong with a draft: TOO_LONG, BAD_TOKEN, BAD_CONFIDENCE; seconds that are expected to be gained).
     """
+    survival = np.empty(rows.size * token_ids.shape[1])  # each token's probability to be reached and accepted
+    starts, taken = np.empty(rows.size + 1, np.int64), np.empty(rows.size, np.int64)
+    bins = np.empty((2, NUM_BINS))
     return _decide(
         requests.values, rows, room, chosen, vocab_size, trust, value, cost, bins, survival, starts, taken, token_ids,
         lengths,
@@ -437,7 +428,7 @@ def _decide(
         if requests.is_model[row]:
             num_model = requests.num_offered[row]
             drafts, length = requests.continued, max(num_model, requests.continued.lengths[row])
-        if not 0 <= length <= min(max(room[i], 0), out.size, drafts.tokens.shape[1]):
+        if not 0 <= length <= min(room[i], out.size, drafts.tokens.shape[1]):
             return TOO_LONG, 0.0
         starts[i], least = at, 1.0
         for j in range(length):

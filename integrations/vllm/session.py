@@ -254,11 +254,13 @@ class HostSession(Session):
         drafter = build_drafter(config.drafter, **{**options, **config.drafter_options})
         self.stats = SpeculationStats()
         self.budget = Budget() if config.budget else None
+        scheduler = vllm_config.scheduler_config
         self.drafting = Drafting(
             drafter,
             config.max_draft_tokens,
             max_model_len=int(vllm_config.model_config.max_model_len),
             vocab_size=int(vllm_config.model_config.get_vocab_size()),
+            max_step_tokens=int(scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens),
             budget=self.budget,
             has_model=has_model,
         )
@@ -273,8 +275,6 @@ class HostSession(Session):
         self._config = config
         self._share_from_first_rank = share_from_first_rank
         self._vllm_config = vllm_config
-        scheduler = vllm_config.scheduler_config
-        self._max_step_tokens = int(scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens)
         self._batch: tuple[list[str], NDArray[np.int64]] | None = None  # the last step's requests, and their rows
         self._was_idle = True  # no request was live when this step began
         self._prompt_tokens: deque[int] = deque(maxlen=RECENT_STEPS)  # read in each of the last steps
@@ -385,17 +385,10 @@ class HostSession(Session):
             learned = self.drafting.learn(sampled, targets)
             self.stats.emitted_tokens -= learned.num_sampled - learned.num_emitted  # all were counted
             self._time_step(started, began, num_tokens, sampled.rows.size, learned)
-            # The median and not the mean: steps of the mean's size may never occur, so that their cost is not known.
-            if not self.enabled:
-                learned = learned._replace(chosen=learned.chosen[:0], room=learned.room[:0])
-            next_tokens = learned.num_live + (median_high(self._prompt_tokens) if self._prompt_tokens else 0)
-            drafts = self.drafting.draft(
-                sampled.rows,
-                learned,
-                num_tokens=next_tokens,
-                max_draft_tokens=self._max_step_tokens - next_tokens,
-                model=model,
-            )
+            room = learned.room if self.enabled else np.zeros_like(learned.room)
+            # The median, as a cost is known of steps that have occurred, which ones of the mean's size need not have.
+            next_tokens = learned.num_live + median_high(self._prompt_tokens)
+            drafts = self.drafting.draft(sampled.rows, room, num_tokens=next_tokens, model=model)
             self._end_with_the_batch()
             return drafts
         except Exception as error:

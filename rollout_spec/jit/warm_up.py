@@ -78,7 +78,7 @@ def _draft(config: RolloutSpecConfig, has_model: bool) -> None:
         for drafted in (False, True):
             if budget is not None:
                 budget.observe_step(2 + 2 * drafted, 1e-3, drafted=drafted, num_asked=2, draft_seconds=1e-5)
-        drafting.draft(rows, learned, num_tokens=2, model=model)
+        drafting.draft(rows, learned.room, num_tokens=2, model=model)
     drafter.output_of("greedy")
     drafter.update_index()
     drafting.drafter.stop_request("greedy")

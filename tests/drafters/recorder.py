@@ -97,11 +97,10 @@ def random_features(rng, tokens):
 
 def reject(drafter, req_ids, targets):
     """Tell the lookahead pool what the target said in place of the last drafts, of which no token was right."""
-    rows, starts = np.array([drafter.row_of(req_id) for req_id in req_ids]), np.cumsum([0, *map(len, targets)])
-    step.remember_rejected(
-        drafter.table.arrays, drafter._known(), rows, np.arange(rows.size), np.concatenate(targets), starts,
-        np.zeros_like(rows), np.empty(LOOKAHEAD_ORDER + drafter._max_draft_tokens, np.int32),
-    )  # fmt: skip
+    rows, verified = np.array([drafter.row_of(req_id) for req_id in req_ids]), [len(some) - 1 for some in targets]
+    outcome = sampled(drafter.table, rows, [some[:1] for some in targets], num_verified=verified)
+    text = np.empty(LOOKAHEAD_ORDER + drafter._max_draft_tokens, np.int32)
+    step.remember_rejected(drafter.table.arrays, drafter._known(), outcome, np.concatenate(targets), text)
 
 
 class Recorder:

@@ -38,8 +38,10 @@ def test_of_a_models_draft_its_own_tokens_come_before_what_the_target_said():
     recorder.start("r", [1, 2, 3, 4], problem_id=7)
     assert recorder.draft("r") == [50, 51, 52]
     drafter, row = recorder.drafter, np.array([recorder.drafter.row_of("r")])
-    drafter.continue_rows(row, np.array([3]), np.array([[70, 71, 72]], np.int32), np.array([0.5]))
-    drafter.table.arrays.is_model[row] = True
+    table = drafter.table.arrays
+    table.model_tokens[row, :3], table.confidence[row, :3] = [70, 71, 72], 0.5
+    table.is_model[row], table.num_offered[row] = True, 3
+    drafter.continue_rows(row, np.array([3]))
     reject(drafter, ["r"], [[60, 61, 62, 63]])
     recorder.extend("r", [60, 3, 4, 70])
     assert recorder.draft("r") == [61]

@@ -93,7 +93,7 @@ def test_host_and_device_follow_the_rule(steps):
             plain.choose(is_sampled[row], by_history[i].confidence, tokens[i].tolist(), probabilities[i].tolist())
             for i, row in enumerate(rows.tolist())
         ]
-        drafts = host.draft(rows, learned, num_tokens=SLOTS, model=ModelDrafts(tokens, probabilities))
+        drafts = host.draft(rows, learned.room, num_tokens=SLOTS, model=ModelDrafts(tokens, probabilities))
         confidence = table.arrays.confidence[rows]
         rates = np.zeros((SLOTS, K), np.float32)
         for i, s in enumerate(step):
@@ -209,7 +209,7 @@ class One:
     def step(self, *said, model=(6, 7, 8), p=0.9):
         """What is drafted; then these tokens follow."""
         drafts = ModelDrafts(np.array([model], np.int32), np.full((1, len(model)), p, np.float32))
-        chosen = self.host.draft(self.row, self.learned, num_tokens=1, model=drafts if model else None)
+        chosen = self.host.draft(self.row, self.learned.room, num_tokens=1, model=drafts if model else None)
         self.learned = self.host.learn(sampled(self.table, self.row, [said], num_verified=chosen.lengths))
         return chosen.token_ids[0, : chosen.lengths[0]].tolist()
 
