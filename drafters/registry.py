@@ -44,10 +44,8 @@ REGISTRY: dict[str, Entry] = {
         on_device=True,
     ),
 }
-DRAFTERS: dict[str, dict[str, Any]] = {
-    name: dict(entry.implied) for name, entry in REGISTRY.items() if not entry.on_device
-}
-"""The built-in drafters on the host and the arguments that their names stand for."""
+DRAFTERS = tuple(name for name, entry in REGISTRY.items() if not entry.on_device)
+"""The built-in drafters on the host."""
 REQUIRED_METHODS = ("start_request", "extend", "propose", "stop_request", "begin_policy_version")
 """What a drafter of a user's own must have."""
 MAX_RESIDENT_TOKENS = 4_000_000
@@ -75,20 +73,19 @@ def check_name(name: str) -> None:
         )
 
 
-def find_drafter(name: str) -> tuple[Any, dict[str, Any]]:
-    """The class behind a drafter's name, and the arguments that the name implies.
+def find_drafter(name: str) -> Any:
+    """The class behind a drafter's name.
 
     Raises:
         ValueError: no such drafter, or the path does not import.
     """
-    entry = REGISTRY.get(name)
-    if entry is not None:
-        return _imported(entry.path), dict(entry.implied)
+    if name in REGISTRY:
+        return _imported(REGISTRY[name].path)
     check_name(name)
     factory = _imported(name)
     if not callable(factory):
         raise ValueError(f"drafter {name!r} must be a class, got {checks.shown(factory)}")
-    return factory, {}
+    return factory
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
@@ -99,7 +96,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
         TypeError: an option has the wrong type.
     """
     if name not in REGISTRY:
-        _check_names(name, find_drafter(name)[0], options)
+        _check_names(name, find_drafter(name), options)
         return
     known = REGISTRY[name].options
     for option, value in options.items():
@@ -131,7 +128,7 @@ def check_keeps_history(name: str) -> None:
     missing = [] if has_history(name) else ["history"]
     if name not in REGISTRY:
         methods = ("max_history_tokens", "record_rollouts", "take_recorded", "add_rollouts", "knows")
-        missing = [method for method in methods if not hasattr(find_drafter(name)[0], method)]
+        missing = [method for method in methods if not hasattr(find_drafter(name), method)]
     if missing:
         raise ValueError(f"history_dir is set, but drafter {name!r} has no {', '.join(missing)}")
 
@@ -150,11 +147,11 @@ def build_drafter(name: str, /, **arguments: Any) -> Drafter:
     """
     if runs_on_device(name):
         raise ValueError(f"drafter {name!r} runs on the device, where the engine makes it: use one of {list(DRAFTERS)}")
-    factory, implied = find_drafter(name)
-    _check_names(name, factory, {**implied, **arguments})
-    drafter: Drafter = factory(**{**implied, **arguments})
+    factory, arguments = find_drafter(name), {**(REGISTRY[name].implied if name in REGISTRY else {}), **arguments}
+    _check_names(name, factory, arguments)
+    drafter: Drafter = factory(**arguments)
     missing = [method for method in REQUIRED_METHODS if not callable(getattr(drafter, method, None))]
-    if missing and not hasattr(drafter, "propose_rows"):  # a `BatchDrafter` is called in other ways
+    if missing:
         raise ValueError(
             f"drafter {name!r} lacks {', '.join(missing)}: it needs the methods of rollout_spec.drafters.base.Drafter"
         )

@@ -89,6 +89,7 @@ CALLS = [
     (lambda: build_drafter("history", num_threads=0), "num_threads must be from 1 to 8, got 0"),
     (lambda: build_drafter("suffix", index="tree"), "index must be one of ('suffix', 'ngram'), got 'tree'"),
     (lambda: build_drafter("suffix", own_only=True, shared=True), "own_only and shared exclude each other"),
+    (lambda: build_drafter("ngram", shared=True), "finds the own problem only: leave shared out"),
     (lambda: build_drafter("history", max_draft_tokens=10**9), "max_draft_tokens must be from 1 to 65536, got"),
     (lambda: build_drafter("histori"), "did you mean 'history'?"),
     (lambda: build_drafter("device"), "drafter 'device' runs on the device, where the engine makes it"),

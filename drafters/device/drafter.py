@@ -143,7 +143,6 @@ class DeviceDrafter:
 
     Attributes:
         max_history_tokens: Most tokens that are kept.
-        dropped_tokens: Tokens of ended rollouts for which the pool had no room.
         wants_features: Whether features are of use.
 
     Raises:
@@ -168,7 +167,6 @@ class DeviceDrafter:
         checks.integer("max_resident_tokens", max_resident_tokens, 1)
         checks.integer("max_problem_tokens", max_problem_tokens, 1)
         checks.integer("max_history_tokens", max_history_tokens, 1)
-        self.dropped_tokens = 0
         self.wants_features = checks.switch("features", features)
         self._device = device
         # One more than the longest text: of a text that fills its piece the last tokens may be missing.
@@ -335,18 +333,15 @@ class DeviceDrafter:
             if place is None:
                 self._pool.release(start, size)
                 problem.members.remove(request.slot)
-                self.dropped_tokens += capacity - context if keeps else 0
                 continue
             document, first = place
             self._pool.release(start, begin)
             self._pool.release(first + capacity, size - begin - capacity)
             problem.members[problem.members.index(request.slot)] = document
             self._keep(problem, document, first, capacity)
-            pushed_out = retired.pop(document, None)  # a rollout that ended in this call and was evicted for this one
+            retired.pop(document, None)  # a rollout that ended in this call and was evicted for this one
             retired[document] = _Retired(request, live, first, capacity)
-            self.dropped_tokens += pushed_out.capacity if pushed_out else 0
-        for document in [d for d, entry in retired.items() if d not in entry.live.problem.pieces]:
-            self.dropped_tokens += retired.pop(document).capacity
+        retired = {document: entry for document, entry in retired.items() if document in entry.live.problem.pieces}
         if retired:
             self._retire(retired)
         for problem in left.values():
@@ -462,7 +457,7 @@ class DeviceDrafter:
                 slots = torch.arange(batch, dtype=slots_dtype, device=self._device)
                 nothing = torch.zeros_like(slots, dtype=torch.int32)
                 self.extend(slots, history, total_len)
-                self.look_up(slots, nothing, history, total_len, seeds, temperature, features, nothing)
+                self.propose(slots, nothing, history, total_len, seeds, temperature, features, nothing)
                 if num_given_tokens:
                     given = torch.zeros(batch, num_given_tokens, dtype=torch.int64, device=self._device)
                     self.continue_drafts(slots, nothing, given, seeds, temperature)
@@ -490,6 +485,8 @@ class DeviceDrafter:
     ) -> tuple[Tensor, Tensor]:
         """Copy the new tokens from the engine and draft. Never waits for the device.
 
+        Can be captured in a CUDA graph where no request has started or ended since the last call.
+
         Args:
             slots: int32 [B], the batch's slots.
             num_sampled: int32 [B], tokens of the last step. 0, as for prompts not yet read to their end: no draft.
@@ -504,8 +501,8 @@ class DeviceDrafter:
             (drafts int64 [B, K], rates float32 [B, K]): tokens, and the estimated probability that each is accepted
             once it is reached. Positions without a draft repeat the last token and have rate 0.
         """
-        self._publish()
-        return self.look_up(slots, num_sampled, history, total_len, seeds, temperature, features, first_rows)
+        self.extend(slots, history, total_len, num_sampled, features, first_rows)
+        return self._draft(slots, num_sampled, seeds, temperature, self._last_drafts)
 
     def extend(
         self,
@@ -519,23 +516,9 @@ class DeviceDrafter:
         """Copy the new tokens from the engine without drafting. Arguments as for `propose`."""
         self._publish()
         first_rows = slots if first_rows is None else first_rows
-        self._extend(slots, history, total_len, features, first_rows, slots if num_sampled is None else num_sampled)
-
-    def look_up(
-        self,
-        slots: Tensor,
-        num_sampled: Tensor,
-        history: Tensor,
-        total_len: Tensor,
-        seeds: Tensor,
-        temperature: Tensor,
-        features: Tensor | None = None,
-        first_rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """`propose` without uploading changed tables; can be captured in a CUDA graph."""
-        first_rows = slots if first_rows is None else first_rows
-        self._extend(slots, history, total_len, features, first_rows, num_sampled)
-        return self._draft(slots, num_sampled, seeds, temperature, self._last_drafts)
+        num_sampled = slots if num_sampled is None else num_sampled
+        known = self._texts, self._last_drafts, self._counts, self._by_source
+        kernels.extend(slots, history, total_len, *known, features, first_rows, num_sampled)
 
     def _draft(
         self, slots: Tensor, wanted: Tensor, seeds: Tensor, temperature: Tensor, last_drafts: kernels.Drafts
@@ -573,18 +556,6 @@ class DeviceDrafter:
         drafted = self._draft(slots, lengthened, seeds, temperature, scratch)
         kernels.lengthen(*arguments, lengthened, shorten=True)
         return drafted
-
-    def _extend(
-        self,
-        slots: Tensor,
-        history: Tensor,
-        total_len: Tensor,
-        features: Tensor | None,
-        first_rows: Tensor,
-        num_sampled: Tensor,
-    ) -> None:
-        known = self._texts, self._last_drafts, self._counts, self._by_source
-        kernels.extend(slots, history, total_len, *known, features, first_rows, num_sampled)
 
     # -- what is known about it --------------------------------------------------------------------------------------
 

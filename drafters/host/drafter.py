@@ -97,7 +97,7 @@ class HistoryDrafter:
     Args:
         index: `"suffix"` finds every earlier occurrence, longest matches first; `"ngram"` the newest ones.
         own_only: Draft for every request from its own text alone.
-        shared: Also draft from the rollouts of other problems.
+        shared: Also draft from the rollouts of other problems, by the index "suffix".
         lookahead: Also draft from what the target sampled after rejected drafts (see `lookahead.py`).
         max_draft_tokens: Longest draft, K.
         min_survival: A draft ends after its first token where the estimated probability of reaching and accepting a
@@ -136,6 +136,8 @@ class HistoryDrafter:
         own_only, shared = checks.switch("own_only", own_only), checks.switch("shared", shared)
         if own_only and shared:
             raise ValueError("own_only and shared exclude each other")
+        if shared and index == "ngram":
+            raise ValueError('the index "ngram" finds the own problem only: leave shared out')
         lookahead = checks.switch("lookahead", lookahead)
         features = checks.switch("features", features)
         max_draft_tokens = checks.integer("max_draft_tokens", max_draft_tokens, 1, MAX_DRAFT_TOKENS)
@@ -333,7 +335,7 @@ class HistoryDrafter:
         num_entries = num_tokens * ngram.TABLE_ENTRIES_PER_TOKEN
         if not self._settings.use_tree and index.buckets.size < num_entries:
             self._index = self._index._replace(buckets=ngram.new_buckets(num_entries))
-            ngram.rehash(store.arrays, self._index.buckets, self._settings.use_shared, index.buckets)
+            ngram.rehash(store.arrays, self._index.buckets, index.buckets)
 
     def propose_rows(self, rows: NDArray[np.int64], room: NDArray[np.int64]) -> None:
         self._propose(rows, room, continues=False)

@@ -67,11 +67,9 @@ def _index_position(store, index, settings, problem, use_shared, position, conte
             tree, key = (index.shared, np.int64(-1)) if kind else (index.tree, problem)
             suffix.insert(store, tree, key, position, context, size)
     else:
-        for kind in range(3 if use_shared else 2):
-            order = np.int64((ngram.SHORT_ORDER, ngram.LONG_ORDER, ngram.SHARED_ORDER)[kind])
+        for order in (ngram.SHORT_ORDER, ngram.LONG_ORDER):
             if size >= order:
-                key = np.int64(-1) if kind == 2 else problem
-                ngram.insert(index.buckets, key, position, context, size, order)
+                ngram.insert(index.buckets, problem, position, context, size, order)
 
 
 @njit(allocates=False)
@@ -127,7 +125,7 @@ def index_document(history, document, window):
 
 @njit(allocates=False)
 def remove_document(history, document, text):
-    """Take a document, all of whose tokens are indexed, out of the index and free its pages.
+    """Take a document, all or none of whose tokens are indexed, out of the index and free its pages.
 
     Args:
         text: int32 [MAX_DEPTH], scratch.
@@ -161,8 +159,6 @@ def gather(store, index, settings, document, text, end, positions, lengths, path
             limit = MAX_OWN_CANDIDATES if use_shared and kind == 0 else MAX_CANDIDATES
             count = suffix.gather(store, tree, key, excluded, text, end, count, limit, positions, lengths, path)
     if not settings.use_tree:
-        for kind in range(3 if use_shared else 2):
-            order = np.int64((ngram.LONG_ORDER, ngram.SHORT_ORDER, ngram.SHARED_ORDER)[kind])
-            key, excluded = (all_problems, problem) if kind == 2 else (problem, no_problem)
-            count = ngram.gather(store, index.buckets, key, text, end, order, excluded, positions, lengths, count)
+        for order in (ngram.LONG_ORDER, ngram.SHORT_ORDER):
+            count = ngram.gather(store, index.buckets, problem, text, end, order, positions, lengths, count)
     return count

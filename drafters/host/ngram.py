@@ -21,7 +21,6 @@ from rollout_spec.drafters.host.store import (
     START,
     before,
     compare_context,
-    is_private,
     problem_of,
     read_back,
 )
@@ -33,9 +32,7 @@ TABLE_ENTRIES_PER_TOKEN = 1.3
 """The table doubles when it has fewer entries than this times the tokens."""
 POSITION_MASK = (1 << POSITION_BITS) - 1
 LONG_ORDER, SHORT_ORDER = 3, 1
-"""Context lengths by which positions of the same problem are found."""
-SHARED_ORDER = 4
-"""Context length by which positions of other problems are found."""
+"""Context lengths by which positions of the same problem are found. Others are not looked for."""
 
 
 def new_buckets(num_entries: float) -> NDArray[np.uint32]:
@@ -80,12 +77,8 @@ def insert(buckets, problem, position, text, end, order):
 
 
 @njit(allocates=False)
-def gather(store, buckets, problem, text, end, order, excluded_problem, positions, lengths, count):
-    """Collect positions whose context shares at least `order` tokens with text[:end], newest first.
-
-    Args:
-        problem: Of the key; -1 for the key that all problems share.
-        excluded_problem: Skip positions of this problem.
+def gather(store, buckets, problem, text, end, order, positions, lengths, count):
+    """Collect positions of a problem whose context shares at least `order` tokens with text[:end], newest first.
 
     Returns:
         The number of candidates, those before included. What a bucket holds is checked against the text, so that
@@ -102,13 +95,8 @@ def gather(store, buckets, problem, text, end, order, excluded_problem, position
             continue
         position = np.int64(bucket[way] & np.uint32(POSITION_MASK))
         document = store.pages[position >> PAGE_BITS, DOCUMENT]
-        if document < 0:
+        if document < 0 or store.documents[document, PROBLEM] != problem:
             continue
-        theirs = store.documents[document, PROBLEM]
-        if (problem >= 0 and theirs != problem) or theirs == excluded_problem:
-            continue
-        if problem < 0 and is_private(theirs):
-            continue  # an entry of a removed rollout, whose page is now another's
         if store.pages[position >> PAGE_BITS, START] + (position & PAGE_MASK) >= store.documents[document, INDEXED]:
             continue  # a page that was used before, and is not indexed this far
         length, _ = compare_context(tokens, pages, position, text, end, np.int64(0))
@@ -124,7 +112,7 @@ def gather(store, buckets, problem, text, end, order, excluded_problem, position
 
 
 @njit(allocates=False)
-def _rehash(store, buckets, use_shared, old, text):
+def _rehash(store, buckets, old, text):
     for bucket in range(old.shape[0]):
         for way in range(WAYS - 1, -1, -1):
             entry = old[bucket, way]
@@ -134,17 +122,15 @@ def _rehash(store, buckets, use_shared, old, text):
             problem = problem_of(store, position)
             size = read_back(store, before(store.pages, position), text, text.size)
             context = text[text.size - size :]
-            for kind in range(3):
-                order = np.int64((SHORT_ORDER, LONG_ORDER, SHARED_ORDER)[kind])
-                if size < order or (kind == 2 and not use_shared):
+            for order in (SHORT_ORDER, LONG_ORDER):
+                if size < order:
                     continue
-                key = np.int64(-1) if kind == 2 else problem
-                mixed = hash_context(key, context, size, order)
+                mixed = hash_context(problem, context, size, order)
                 same_tag = _tag(mixed) == entry >> np.uint32(POSITION_BITS)
                 if same_tag and np.int64(mixed >> np.uint64(32)) & (old.shape[0] - 1) == bucket:
-                    insert(buckets, key, position, context, size, order)
+                    insert(buckets, problem, position, context, size, order)
 
 
-def rehash(store, buckets, use_shared, old):
+def rehash(store, buckets, old):
     """Insert the entries of a smaller table again, oldest first."""
-    _rehash(store, buckets, use_shared, old, np.empty(max(SHORT_ORDER, LONG_ORDER, SHARED_ORDER), np.int32))
+    _rehash(store, buckets, old, np.empty(LONG_ORDER, np.int32))

@@ -123,7 +123,7 @@ class Batch:
     def step(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Add three tokens to every request, and draft."""
         self.total_len += NEW_TOKENS
-        return self.drafter.look_up(*self.arguments())
+        return self.drafter.propose(*self.arguments())
 
 
 def random_features(rng: np.random.Generator, tokens: np.ndarray) -> Features:
@@ -146,7 +146,7 @@ def check_graph(batch: Batch) -> Callable[[], Any]:
         captured, _ = batch.step()
     graph.replay()
     replayed = captured.clone()
-    launched, _ = batch.drafter.look_up(*batch.arguments())  # nothing is new: the same step again
+    launched, _ = batch.drafter.propose(*batch.arguments())  # nothing is new: the same step again
     assert torch.equal(replayed, launched), "a captured step drafts otherwise"
     return graph.replay
 

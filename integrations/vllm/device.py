@@ -176,7 +176,7 @@ class DeviceSpeculator(Session, BaseSpeculator):
                 self.drafter.warm_up(req_indices.dtype, history, total_len, *noise, self.num_given_tokens)
             elif dummy_run and self.enable_adaptive_verification:  # vLLM measures what drafting costs
                 nothing = torch.zeros_like(req_indices, dtype=torch.int32)
-                self.drafter.look_up(req_indices, nothing, history, total_len, *noise)
+                self.drafter.propose(req_indices, nothing, history, total_len, *noise)
             return self._no_drafts(input_batch.num_reqs)
         slots = input_batch.idx_mapping_np
         self.drafter.reserve(slots, self._most_tokens(slots) + self.num_speculative_tokens + 1)

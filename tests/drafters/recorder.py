@@ -15,7 +15,7 @@ from rollout_spec.drafters.host import ngram, step, suffix
 from rollout_spec.drafters.host.constants import ENOUGH_CANDIDATES, MAX_CANDIDATES, MAX_DEPTH
 from rollout_spec.drafters.host.drafter import HistoryDrafter
 from rollout_spec.drafters.host.lookahead import LOOKAHEAD_ORDER
-from rollout_spec.drafters.host.ngram import LONG_ORDER, SHARED_ORDER, SHORT_ORDER
+from rollout_spec.drafters.host.ngram import LONG_ORDER, SHORT_ORDER
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.drafters.host.store import DOCUMENT, LENGTH, PAGE_BITS, PAGE_MASK, PAGE_TOKENS, START, TextStore
 from rollout_spec.drafters.host.suffix import MAX_VISITS
@@ -220,14 +220,12 @@ class Recorder:
         )
         return self._places(positions, lengths, count)
 
-    def table_candidates(
-        self, problem: int, context: Sequence[int], order: int, other_than: int = -2
-    ) -> list[tuple[Place, int]]:
+    def table_candidates(self, problem: int, context: Sequence[int], order: int) -> list[tuple[Place, int]]:
         """What the n-gram table finds for a context, in order."""
         text = np.array(context[-MAX_DEPTH:], np.int32)
         positions, lengths = np.full((2, MAX_CANDIDATES), SENTINEL, np.int32)
         store, buckets = self.drafter._store.arrays, self.drafter._index.buckets
-        count = ngram.gather(store, buckets, problem, text, text.size, order, other_than, positions, lengths, 0)
+        count = ngram.gather(store, buckets, problem, text, text.size, order, positions, lengths, 0)
         return self._places(positions, lengths, count)
 
     def check_tree(self, problem: int, context: Sequence[int]) -> None:
@@ -241,7 +239,9 @@ class Recorder:
         candidates = self._check_candidates(self.tree_candidates(problem, context), own)
         assert max(candidates.values(), default=0) == max(own.values(), default=0)
         if self.drafter._settings.use_shared:
-            others = self._matches_elsewhere(texts, problem, context)
+            others: dict[Place, int] = {}
+            for other in {text.problem for text in texts.values()} - {problem}:
+                others |= naive.matches(texts, other, context, MAX_DEPTH)
             if len(own) + len(others) <= MAX_VISITS:
                 self._check_candidates(self.tree_candidates(problem, context, shared=True), others)
 
@@ -254,22 +254,12 @@ class Recorder:
         assert len(places) >= min(len(expected), enough)
         return places
 
-    def _matches_elsewhere(self, texts: dict[int, Text], problem: int, context: Sequence[int]) -> dict[Place, int]:
-        found: dict[Place, int] = {}
-        for other in {text.problem for text in texts.values()} - {problem}:
-            found |= naive.matches(texts, other, context, MAX_DEPTH)
-        return found
-
     def check_table(self, problem: int, context: Sequence[int]) -> None:
         """The table's candidates are true and match at least as far as they should."""
         texts = self.texts()
         expected = naive.matches(texts, problem, context, MAX_DEPTH)
-        asked = [(expected, order, (problem, context, order)) for order in (LONG_ORDER, SHORT_ORDER)]
-        if self.drafter._settings.use_shared:
-            elsewhere = self._matches_elsewhere(texts, problem, context)
-            asked.append((elsewhere, SHARED_ORDER, (-1, context, SHARED_ORDER, problem)))
-        for expected, order, question in asked:
-            places = self._check_candidates(self.table_candidates(*question), expected, 0)
+        for order in (LONG_ORDER, SHORT_ORDER):
+            places = self._check_candidates(self.table_candidates(problem, context, order), expected, 0)
             assert all(length >= order for length in places.values())
 
     def _places(self, positions, lengths, count: int) -> list[tuple[Place, int]]:

@@ -17,7 +17,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 def test_drafters_by_name(name):
     drafter = build_drafter(name, max_draft_tokens=2)
     assert isinstance(drafter, HistoryDrafter)
-    assert find_drafter(name) == (HistoryDrafter, DRAFTERS[name])
+    assert find_drafter(name) is HistoryDrafter
     drafter.start_request("a", [1, 2, 3, 4, 1, 2])
     (draft,) = drafter.propose(["a"], np.full(1, 9, np.int32))
     assert len(draft.token_ids) == len(draft.confidence) <= 2
@@ -27,8 +27,7 @@ def test_drafters_by_name(name):
 
 def test_options_override_what_the_name_implies():
     assert build_drafter("history", shared=False)._settings.use_shared is False
-    find_drafter("history")[1]["shared"] = None
-    assert DRAFTERS["history"]["shared"] is True
+    assert build_drafter("history")._settings.use_shared is True
 
 
 def test_a_drafter_of_ones_own_that_is_not_on_the_path(tmp_path, monkeypatch):
@@ -48,6 +47,6 @@ def test_a_drafter_of_ones_own_that_is_not_on_the_path(tmp_path, monkeypatch):
 def test_the_device_drafter_has_a_name_too():
     from rollout_spec.drafters.device.drafter import DeviceDrafter
 
-    assert find_drafter("device") == (DeviceDrafter, {})
+    assert find_drafter("device") is DeviceDrafter
     assert runs_on_device("device")
     assert not any(map(runs_on_device, [*DRAFTERS, "rollout_spec.drafters.device.drafter.DeviceDrafter", "devise"]))

@@ -26,7 +26,7 @@ CONFIGS = {
         "drafter_options": {"lookahead": True},
     },
     "suffix": {"drafter": "suffix", "num_speculative_tokens": 3},
-    "ngram": {"drafter": "ngram", "budget": False, "drafter_options": {"shared": True}},
+    "ngram": {"drafter": "ngram", "budget": False},
     "lookahead": {"drafter": "lookahead"},
     "rejection": {"drafter": "suffix", "verify": "rejection"},
     "model": {"drafter": "history", "num_speculative_tokens": 5, "speculative_config": MTP},

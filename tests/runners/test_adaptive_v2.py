@@ -348,8 +348,8 @@ def test_vllm_measures_drafting_and_nothing_is_compiled_after_that(tiny_model, m
         return propose(input_batch, *args, **more)
 
     monkeypatch.setattr(runner.speculator, "propose", propose_and_note)
-    looked_up, look_up = [], drafter.look_up
-    monkeypatch.setattr(drafter, "look_up", lambda slots, *args: looked_up.append(len(slots)) or look_up(slots, *args))
+    drafted, propose = [], drafter.propose
+    monkeypatch.setattr(drafter, "propose", lambda slots, *args: drafted.append(len(slots)) or propose(slots, *args))
     with recorded_variants() as compiled, runner.rollout_spec.warm_up(), torch.inference_mode():
         runner.rollout_spec.compile_kernels()
         runner._dummy_run(4)  # compiles the drafter's
@@ -359,7 +359,7 @@ def test_vllm_measures_drafting_and_nothing_is_compiled_after_that(tiny_model, m
         for batch in runner.adaptive_verification.batches_to_profile([1, 4, 6]):
             runner._dummy_run(**batch)
         runner._dummy_run(2)
-    assert set(looked_up[1:]) >= {1, 4, 6}
+    assert set(drafted[1:]) >= {1, 4, 6}
     assert stats_of(llm)["request_steps"] == 0
     padding, token_ids = zip(*measured, strict=True)
     assert all(padding[0])

@@ -114,9 +114,9 @@ def test_slots_follow_the_batch_size(tiny_model, off, reference_model):
     proposer = {"model": PROPOSER_PATH, "num_speculative_tokens": K, **ranges}
     llm = build_on_device(tiny_model, speculative_config=proposer)
     lengths = lengths_of_drafts(llm)
-    drafter, looked_up = drafter_of(llm), []
-    look_up = drafter.look_up
-    drafter.look_up = lambda slots, *args: looked_up.append(slots.numel()) or look_up(slots, *args)
+    drafter, drafted = drafter_of(llm), []
+    propose = drafter.propose
+    drafter.propose = lambda slots, *args: drafted.append(slots.numel()) or propose(slots, *args)
     params = mixed_params(5, 6, temperature=1.0, ignore_eos=True, **{**PLAIN, "max_tokens": 10})
     for i, p in enumerate(params):
         p.max_tokens = 6 + 3 * i
@@ -124,8 +124,8 @@ def test_slots_follow_the_batch_size(tiny_model, off, reference_model):
     assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
     assert {tuple(of_step) for of_step in lengths if len(of_step) == 5} == {(0,) * 5}
     assert [K] in lengths
-    assert looked_up, "few requests draft"
-    assert max(looked_up) <= 3, "where nothing will be verified, nothing is drafted"
+    assert drafted, "few requests draft"
+    assert max(drafted) <= 3, "where nothing will be verified, nothing is drafted"
     found = rollouts_of(llm)
     assert len(found) == 5
     num_checked, num_unknown = check_features(found, reference_model, 1.0)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rollout_spec.drafters.host import ngram
 from rollout_spec.drafters.host.constants import MAX_DEPTH
-from rollout_spec.drafters.host.ngram import LONG_ORDER, SHARED_ORDER, SHORT_ORDER, WAYS
+from rollout_spec.drafters.host.ngram import LONG_ORDER, SHORT_ORDER, WAYS
 from rollout_spec.drafters.host.store import LAST, PAGE_TOKENS
 from tests.drafters.recorder import SLOW, Recorder, examples
 
@@ -34,7 +34,7 @@ def check_contexts(recorder, context):
     random=st.randoms(use_true_random=False),
 )
 def test_candidates_are_true_in_any_order_of_growth_and_removal(prompts, rollouts, context, random):
-    recorder = Recorder("ngram", shared=True, max_history_tokens=4 * PAGE_TOKENS)
+    recorder = Recorder("ngram", max_history_tokens=4 * PAGE_TOKENS)
     recorder.start_interleaved(prompts, [tokens for tokens, _ in rollouts], random)
     check_contexts(recorder, context)
     order = list(range(len(rollouts)))
@@ -50,7 +50,7 @@ def test_candidates_are_true_in_any_order_of_growth_and_removal(prompts, rollout
     prompt=st.lists(st.integers(0, 2), max_size=5),
 )
 def test_the_newest_occurrence_comes_first(texts, prompt):
-    recorder = Recorder("ngram", shared=True)
+    recorder = Recorder("ngram")
     for i in range(len(texts)):
         recorder.start(str(i), prompt, problem_id=i % 2)
     for at in range(30):
@@ -65,8 +65,6 @@ def test_the_newest_occurrence_comes_first(texts, prompt):
                 if len(context) >= order:
                     found = recorder.table_candidates(recorder.problem(str(i)), context, order)
                     assert found[0] == (newest, min(len(context), MAX_DEPTH))
-            if len(context) >= SHARED_ORDER:
-                assert recorder.table_candidates(-1, context, SHARED_ORDER)[0][0] == newest
 
 
 def test_a_bucket_keeps_the_newest_positions_of_a_context():
@@ -83,7 +81,7 @@ def test_a_bucket_keeps_the_newest_positions_of_a_context():
 
 def test_problems_are_apart_where_their_entries_look_the_same():
     """In a table of one bucket every sixtieth problem or so has the same tag."""
-    recorder = Recorder("ngram", shared=True)
+    recorder = Recorder("ngram")
     texts = [[1, 2, 3, 4, 100 + i] for i in range(150)]
     for i, text in enumerate(texts):
         recorder.start(str(i), [], text, problem_id=i)
@@ -107,7 +105,7 @@ def test_problems_are_apart_where_their_entries_look_the_same():
 
 def test_nothing_that_was_found_is_lost_when_the_table_grows():
     rng = np.random.default_rng(0)
-    recorder = Recorder("ngram", shared=True)
+    recorder = Recorder("ngram")
     for i in range(6):
         recorder.start(str(i), [1, 2], rng.integers(0, 5, 300), problem_id=i % 2)
     recorder.stop("1", keep=False)
@@ -117,14 +115,9 @@ def test_nothing_that_was_found_is_lost_when_the_table_grows():
     def found():
         ours, theirs = recorder.problem("0"), recorder.problem("3")
         return [
-            recorder.table_candidates(problem, query, order, other_than)
+            recorder.table_candidates(problem, query, order)
             for query in queries
-            for problem, order, other_than in (
-                (ours, LONG_ORDER, -2),
-                (theirs, LONG_ORDER, -2),
-                (ours, SHORT_ORDER, -2),
-                (-1, SHARED_ORDER, ours),
-            )
+            for problem, order in ((ours, LONG_ORDER), (theirs, LONG_ORDER), (ours, SHORT_ORDER))
         ]
 
     before, drafter = found(), recorder.drafter
