@@ -40,8 +40,8 @@ less often."""
 FRESH_STEPS = 512
 """A size costs no more than a larger one that was measured in the last FRESH_STEPS steps: contexts grow."""
 NEW_SIZE_COST, LARGEST_SIZE = 0.3, 8192
-"""A number of tokens that no step has had is charged this share of a step without drafts, less after FRESH_STEPS steps:
-a CPU makes kernels for it. Numbers above LARGEST_SIZE count as one."""
+"""The first step of each number of tokens is charged this share of a step without drafts on top, as a CPU makes kernels
+for it; after FRESH_STEPS steps the charge falls. Numbers above LARGEST_SIZE count as one."""
 LONGEST_SLEEP = 32
 """Most steps in a row in which a drafter whose drafts do not pay is not asked."""
 RECENT_DRAFTS = 32
@@ -359,7 +359,7 @@ class Budget:
     def wants_drafts(self, num_tokens: int) -> bool:
         """Whether to ask the drafter in this step. Where drafts do not pay for it, it is asked ever less often. O(1).
 
-        Nor is it asked where the cost of such a step without drafts was never seen, or long ago.
+        Nor is it asked where a step of about this size without drafts was never timed, or long ago: this one is timed.
 
         Args:
             num_tokens: Tokens that the step computes without drafts: one per request, and those of prompts.

@@ -6,7 +6,7 @@ from types import ModuleType
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up. Triton's own wraps and unwraps its arguments, as kernels call it, too: 5 to 10 µs."""
+    """a / b, rounded up. Triton's own also works inside kernels, so on the host it wraps its arguments: 5 to 10 µs."""
     return -(-a // b)
 
 
@@ -16,10 +16,10 @@ def next_power_of_2(n: int) -> int:
 
 
 def trust_constants(module: ModuleType) -> None:
-    """Skip Triton's check, at each launch, that a compiled kernel's module-level constants have not changed.
+    """Skip a check that Triton makes at each launch: whether a compiled kernel's module-level constants have changed.
 
-    A step's kernels use 124 of them. Functions that kernels call are left alone: what they use is part of the names of
-    compiled kernels in Triton's cache.
+    Ours never change, and a step's kernels use 124. Functions that kernels call keep their lists, from which Triton
+    makes the names of compiled kernels in its cache.
     """
     for kernel in vars(module).values():
         compiled = getattr(kernel, "device_caches", {})

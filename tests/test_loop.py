@@ -1,4 +1,4 @@
-"""`decode_step` on a toy target: the whole system without an engine."""
+"""`generate` on a toy target: the whole system without an engine."""
 
 from __future__ import annotations
 

@@ -727,7 +727,8 @@ class DeviceDrafter:
         most_stops = max(1, *(len(entry.ended.stop_token_ids) for entry in retired.values()))
         stops = np.full((len(retired), most_stops), -1, np.int32)
         rows = np.zeros((len(retired), kernels.RETIRED_FIELDS), np.int64)
-        self._reserve_stamps(len(retired))  # none of an earlier count is entered after the index was emptied
+        # Before any is drawn: had numbering begun anew in between, those drawn earlier would outrank all later texts.
+        self._reserve_stamps(len(retired))
         for n, (document, (request, live, _, capacity)) in enumerate(retired.items()):
             stops[n, : len(request.stop_token_ids)] = request.stop_token_ids
             may_stop = live.prompt_length + max(request.min_tokens, 1)

@@ -104,11 +104,10 @@ class Texts(NamedTuple):
     features: Tensor
     """int64 [T, FEATURE_WORDS], what the target saw at each token; of length 0 where it is not kept."""
     index: Tensor
-    """int64 [a power of two, COLUMNS], by a hash of SHARED_ORDER tokens a place where they were said: the next token's
-    document and position, of the text with the largest stamp the last one; 0: nowhere."""
+    """int64 [a power of two, COLUMNS]. Row: a hash of the SHARED_ORDER tokens before a token; column: its problem's.
+    The entry says where the token is. Of several the newest text's stays, and in it the last. 0: there is none."""
     layout: tuple[int, int]
-    """Of its entries: how many of the lowest bits are the position, and from which bit on they are the document's
-    stamp. Its number is between."""
+    """(bits of the position, first bit of the stamp): from high to low an entry is stamp, document number, position."""
 
     @property
     def stored(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -908,8 +907,8 @@ def draft(
         WIDTH=next_power_of_2(k),
         NUM_KEYS=keys.shape[1] * keys.shape[2],
         num_warps=4 if has_features else 1,  # a lane per choice
-        # A product that is added to another lane's within a fused multiply-add is not rounded, the other one is: lanes
-        # would get sums that differ in their last bit, and which of them is stored would be up to the hardware.
+        # Without fusion every product is rounded before lanes add them. A fused multiply-add leaves one of two products
+        # unrounded: lanes' sums could differ in the last bit, and which is stored would be up to the hardware.
         enable_fp_fusion=False,
     )
     return output, rates

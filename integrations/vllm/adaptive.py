@@ -99,11 +99,11 @@ def settle_schedule(vllm_config: Any, ask_workers: Callable[[], list[dict[str, A
 
 
 def prepare_to_measure(runner: Any, index_dtype: torch.dtype, is_drafting: Callable[[], bool]) -> None:
-    """Called before vLLM measures what steps cost on the device, beside which the host's time is to count.
+    """Prepare vLLM's measurement of what steps cost.
 
-    Compiles what cuts drafts, which vLLM does while it serves.
-
-    PyTorch compiles variants for one request and for more, and for one draft token that stays and for more.
+    The host's time is counted beside the device's, tokens are measured as drafts are, and what cuts drafts is compiled,
+    which vLLM would do while it serves. PyTorch compiles a variant for one request and one for more, and so for one
+    draft token that stays and for more.
 
     Args:
         index_dtype: Of the numbers by which vLLM names requests: from 0.32 on they are int64.

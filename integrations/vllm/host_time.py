@@ -87,7 +87,7 @@ class HostTime:
             self._last.append(took)
         elif self._is_step:
             self._last = deque((min(before, took) for before in self._last), STEPS)
-        # After a step without drafts the event that tells is of an earlier one.
+        # A step without drafts records no event, so what `waits` says is of an earlier step.
         self._launched, self._waited, self._is_step = now, waits and self._is_step, False
         self._forward_start()
 

@@ -23,12 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 PRIOR_TOKENS = 64.0
-"""So many drafted tokens at each position are taken to have been right at first. Old outcomes never count less than so
-many new ones."""
+"""Each position begins with this many drafted tokens, all counted as right. Outcomes never fade below this many."""
 JUDGED_STEPS = 128
-"""What was right counts for about so many steps, down to PRIOR_TOKENS also while nothing is drafted."""
+"""Outcomes fade within about this many steps, also while nothing is drafted, until PRIOR_TOKENS are left."""
 SIZES_PER_DOUBLING = 2
-"""Into so many sizes a doubling of the number of requests is divided. Steps of a size are taken to be alike."""
+"""Sizes per doubling of the number of requests. Steps of one size are taken to be alike."""
 ENOUGH, RECENT_STEPS, OUTLIER = 2, 32, 2.0
 """A K costs the mean of its last RECENT_STEPS steps, once ENOUGH are known, without those that took more than OUTLIER
 times their median. The median alone is no measure: of few requests, a step in which all drafts are cut takes half as
@@ -116,9 +115,9 @@ class MeasuredSchedule:
     def observe_output(self, scheduler_output: Any, model_runner_output: Any) -> None:
         """Learn from what vLLM's scheduler is told of a step, by vLLM's names for it.
 
-        A step counts if the one before it and the two after it have the same K: until its output is there, the host
-        prepares the next one and lets drafts be made for the one after that. And of the first drafts after a pause,
-        vLLM keeps as many as would have paid before it.
+        Its time counts only if the step before it and the two scheduled after it have the same K: while it runs, the
+        host prepares the next step and lets drafts be made for the one after that. Right after a pause vLLM still cuts
+        drafts by what paid before the pause.
         """
         scheduled, output = scheduler_output, model_runner_output
         if not scheduled.num_scheduled_tokens or not self._scheduled:

@@ -57,7 +57,7 @@ class RunnerAdapter:
             self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config, runner.device)
 
     def finish_counting(self) -> Any:
-        """Count the verifications that have not been counted, as reading them at once would wait for the device."""
+        """Count outcomes that are still being copied to the host. When they were made, the host would have waited."""
         raise NotImplementedError
 
     @property

@@ -19,8 +19,8 @@ from rollout_spec.integrations.vllm.config import OUR_SCHEDULE, is_a100
 LARGEST = 2048
 """Larger steps keep a GPU busy for longer than launching their kernels takes, and their graphs would need memory."""
 CHEAP_TOKENS, CHEAP_TOKENS_A100 = 192, 144
-"""So many tokens a step verifies in about the time that it takes to read the weights, where contexts are short: see
-`modes_simulated.jsonl` in experiments/results/README.md."""
+"""Verifying this many tokens takes about as long as reading the weights, at short contexts: see `modes_simulated.jsonl`
+in experiments/results/README.md."""
 UNREAD_EXPERTS, EXPERTS_WEIGHTS = 0.05, 0.5
 """A mixture of experts has drafts once the requests' own tokens leave at most UNREAD_EXPERTS of the experts unread. If
 a token uses one expert in 16, a step computes 16 EXPERTS_WEIGHTS times as many tokens while it reads the weights: an
@@ -33,8 +33,8 @@ LARGEST_CUT = 1024
 """Tokens of the largest CUDA graph for steps whose drafts vLLM cuts. With 256 requests and a small model, verifying so
 many takes a GPU less time than the host needs for the step."""
 MOST_CUT_REQUESTS = 512
-"""Of a step whose drafts vLLM cuts, an estimate: of more, sorting the confidences on the host would take milliseconds.
-"""
+"""Most requests of a step whose drafts vLLM cuts: an estimate. With more, sorting confidences on the host would take
+milliseconds."""
 SIZES_PER_DOUBLING = 8
 """Above vLLM's own sizes, so that at most about an eighth of a step is padding; 17 more sizes at most."""
 

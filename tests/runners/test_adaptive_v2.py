@@ -348,8 +348,8 @@ def test_vllm_measures_drafting_and_nothing_is_compiled_after_that(tiny_model, m
         return propose(input_batch, *args, **more)
 
     monkeypatch.setattr(runner.speculator, "propose", propose_and_note)
-    drafted, propose = [], drafter.propose
-    monkeypatch.setattr(drafter, "propose", lambda slots, *args: drafted.append(len(slots)) or propose(slots, *args))
+    drafted, draft = [], drafter.propose
+    monkeypatch.setattr(drafter, "propose", lambda slots, *args: drafted.append(len(slots)) or draft(slots, *args))
     with recorded_variants() as compiled, runner.rollout_spec.warm_up(), torch.inference_mode():
         runner.rollout_spec.compile_kernels()
         runner._dummy_run(4)  # compiles the drafter's

@@ -61,7 +61,7 @@ def test_texts_have_room_before_they_need_it(tiny_model, monkeypatch):
     """With chunked prompts, a pause, preemptions, and many drafts accepted. Each time it is twice as much."""
     moves, rooms = [], []
     llm = build_on_device(tiny_model, max_num_batched_tokens=24, **FEW_BLOCKS)
-    texts, move, extend = drafter_of(llm)._texts, kernels.move, DeviceDrafter._extend
+    texts, move, extend = drafter_of(llm)._texts, kernels.move, DeviceDrafter.extend
 
     def extend_and_look(self, slots, history, total_len, *args):
         extend(self, slots, history, total_len, *args)
@@ -72,7 +72,7 @@ def test_texts_have_room_before_they_need_it(tiny_model, monkeypatch):
             assert torch.equal(texts.tokens[first : first + length], history[slot, :length])
         rooms.extend((capacities - lengths).tolist())
 
-    monkeypatch.setattr(DeviceDrafter, "_extend", extend_and_look)
+    monkeypatch.setattr(DeviceDrafter, "extend", extend_and_look)
     monkeypatch.setattr(kernels, "move", lambda rows, texts: moves.append(len(rows)) or move(rows, texts))
     params = mixed_params(6, 5, temperature=0.0, ignore_eos=True, **{**PLAIN, "max_tokens": 40})
     for is_enabled in (False, True, True):
