@@ -7,7 +7,7 @@ logits rows: each request's rows are its drafts' positions in order, then the bo
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -53,18 +53,11 @@ class SamplingBatch:
         seeds: int64 [B], of the noise (see `rollout_spec.noise`). Ignored for greedy requests.
         positions: int64 [B], input position of the request's first logits row: the index, in prompt plus output,
             of the token that was fed in to produce it. Row j of the request has position `positions + j`.
-        top_k: int32 [B] or None; values < 1 or >= the vocabulary size keep every token.
-        top_p: float32 [B] or None; 1 keeps every token.
-        min_p: float32 [B] or None; 0 keeps every token.
     """
 
     temperature: Any
     seeds: Any
     positions: Any
-    _: KW_ONLY
-    top_k: Any = None
-    top_p: Any = None
-    min_p: Any = None
 
 
 class VerifyResult(NamedTuple):

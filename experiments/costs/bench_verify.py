@@ -43,7 +43,7 @@ from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import reference
 from rollout_spec.verify.api import verify_rows
-from rollout_spec.verify.layout import lay_out
+from rollout_spec.verify.layout import Layout, lay_out
 
 BASE = {
     "batch": 256, "k": 8, "vocab": 151_936, "temperature": 1.0, "top_p": 1.0, "logprobs": True, "ragged": False,
@@ -107,8 +107,8 @@ class Case:
             temperature=torch.full((batch,), temperature, device=device),
             seeds=torch.arange(batch, device=device),
             positions=torch.full((batch,), POSITION, device=device),
-            top_p=torch.full((batch,), top_p, device=device) if top_p < 1 else None,
         )
+        self.limit = torch.full((batch,), top_p, device=device) if top_p < 1 else None
         self.drafts = torch.zeros(num_rows - batch, dtype=torch.int32, device=device)
         wish = self.ours_v1(after_difference=True).target_token_ids[torch.from_numpy(~self.is_bonus).to(device)]
         wrong = torch.from_numpy(rng.random(num_rows - batch) < 0.2).to(device)
@@ -119,11 +119,15 @@ class Case:
     def ours_v1(self, **options: Any) -> Any:
         """As `RunnerAdapterV1` calls it: where tokens are removed, after vLLM's code for that."""
         mode = "processed_logprobs" if self.logprobs else None
-        layout, logits = lay_out(self.cu, self.drafts, self.rows), self.logits
-        if self.rows.top_p is not None:
-            logits = truncate(logits.to(torch.float32, copy=True), self.rows, layout.request)
-            layout, logits = layout.of_processed(), keep_broken(logits, self.logits)
+        logits, layout = self._processed(self.logits, lay_out(self.cu, self.drafts, self.rows))
         return verify_rows(logits, layout, logprobs_mode=mode, max_draft_tokens=self.k, **options)
+
+    def _processed(self, logits: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
+        if self.limit is None:
+            return logits, layout
+        some = logits.to(torch.float32, copy=True)
+        processed = truncate(some, self.rows.temperature, layout.request, top_p=self.limit)
+        return keep_broken(processed, logits), layout.of_processed()
 
     def with_features(self) -> Any:
         """`ours_v1`, and the features of the emitted tokens."""
@@ -215,7 +219,7 @@ class Case:
         is_random = self.temperature > 0
         sampling = SamplingMetadata(
             temperature=self.rows.temperature if is_random else None, all_greedy=not is_random, all_random=is_random,
-            top_p=self.rows.top_p if is_random else None, top_k=None, generators={},
+            top_p=self.limit if is_random else None, top_k=None, generators={},
             max_num_logprobs=0 if self.logprobs else None, no_penalties=True, prompt_token_ids=None,
             frequency_penalties=empty, presence_penalties=empty, repetition_penalties=empty,
             output_token_ids=[[] for _ in range(self.batch)], allowed_token_ids_mask=None, bad_words_token_ids={},
@@ -238,9 +242,9 @@ class Case:
         """Check that the first requests' tokens are the reference's, except where scores are too close to tell."""
         count = min(self.batch, 3)
         end = int(self.starts[count])
-        arrays = (getattr(self.rows, name) for name in SamplingBatch.__slots__)
-        rows = SamplingBatch(*(None if a is None else a[:count] for a in arrays))
-        found = reference.verify(self.logits[:end], self.drafts[: end - count], self.cu[:count], rows)
+        rows = SamplingBatch(*(getattr(self.rows, name)[:count] for name in SamplingBatch.__slots__))
+        layout = lay_out(self.cu[:count], self.drafts[: end - count], rows)
+        found = reference.verify_rows(*self._processed(self.logits[:end], layout), max_draft_tokens=self.k)
         expected = found.output_token_ids.cpu().numpy()
         logits = self.logits[:end].float().cpu().numpy()
         for output in outputs:

@@ -52,6 +52,7 @@ class _Batch(NamedTuple):
     req_ids: list[str]
     sampling: Any  # vLLM's `SamplingMetadata`
     rows: SamplingBatch  # how each request is sampled; without positions
+    min_p: torch.Tensor | None  # float32 [B]; None: nobody asks for it
     needs_processing: bool  # some request's logits always go through vLLM's own processors
     below_min_tokens: list[Any]  # requests whose logits do so until they have `min_tokens` output tokens
     biases: dict[int, tuple[torch.Tensor, torch.Tensor]]  # by row: token ids, and what is added to their logits
@@ -265,7 +266,8 @@ class RunnerAdapterV1(RunnerAdapter):
             counts = SimpleNamespace(num_draft_tokens=[count + 1 for count in metadata.num_draft_tokens])
             processed = runner.rejection_sampler.apply_logits_processors(processed, one_more, counts)
         if not sampling.all_greedy:
-            processed = truncate(processed, batch.rows, request)
+            limits = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": batch.min_p}
+            processed = truncate(processed, batch.rows.temperature, request, **limits)
         return keep_broken(processed, logits)
 
     def finish_counting(self) -> Verification | None:
@@ -323,10 +325,8 @@ class RunnerAdapterV1(RunnerAdapter):
             temperature=torch.zeros(size, device=device) if is_greedy else sampling.temperature,
             seeds=upload(asked["seed"].copy(), device),
             positions=None,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=upload(asked["min_p"].copy(), device) if asked["min_p"].any() else None,
         )
+        min_p = upload(asked["min_p"].copy(), device) if asked["min_p"].any() else None
         biases = {
             row: (
                 upload(np.array(list(params[row].logit_bias), np.int64), device),
@@ -336,7 +336,7 @@ class RunnerAdapterV1(RunnerAdapter):
         }
         below_min_tokens = [requests[row] for row in np.flatnonzero(asked["has_min_tokens"]).tolist()]
         needs_any = bool(asked["needs_processing"].any())
-        self._batch = _Batch(list(req_ids), sampling, rows, needs_any, below_min_tokens, biases)
+        self._batch = _Batch(list(req_ids), sampling, rows, min_p, needs_any, below_min_tokens, biases)
         return self._batch
 
     def _describe_rows(self, req_ids: list[str], params: list[Any]) -> None:

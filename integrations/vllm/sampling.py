@@ -13,7 +13,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.jit.warm_up import warm_up_kernels
-from rollout_spec.types import SamplingBatch, VerifyResult
+from rollout_spec.types import VerifyResult
 from rollout_spec.verify.reference import divisors, scaled
 
 
@@ -52,20 +52,29 @@ def needs_processing(params: Any) -> bool:
     )
 
 
-def truncate(logits: Tensor, rows: SamplingBatch, request: Tensor) -> Tensor:
+def truncate(
+    logits: Tensor,
+    temperature: Tensor,
+    request: Tensor,
+    *,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+) -> Tensor:
     """Temperature, min-p, top-k and top-p as V2's sampler applies them, whose code for the latter two is V1's.
 
     Args:
         logits: float32 [N, V], may be changed.
-        rows: One entry per request.
-        request: integer [N], each row's index into the fields of `rows`.
+        temperature: float32 [B].
+        request: integer [N], each row's request.
+        top_k, top_p, min_p: int32, float32 and float32 [B]; None: nobody asks for it.
     """
     request = request.long()
-    logits.div_(divisors(rows.temperature[request]))
-    if rows.min_p is not None:
-        least = logits.amax(-1, keepdim=True) + rows.min_p[request, None].log()
+    logits.div_(divisors(temperature[request]))
+    if min_p is not None:
+        least = logits.amax(-1, keepdim=True) + min_p[request, None].log()
         logits.masked_fill_(logits < least, -torch.inf)
-    top_k, top_p = (None if limits is None else limits[request] for limits in (rows.top_k, rows.top_p))
+    top_k, top_p = (None if limits is None else limits[request] for limits in (top_k, top_p))
     truncated: Tensor = apply_top_k_top_p(logits, top_k, top_p)
     return truncated
 

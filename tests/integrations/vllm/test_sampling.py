@@ -43,12 +43,11 @@ def test_truncation(names):
         "top_p": torch.tensor([1.0, 0.8, 1.0]),
         "min_p": torch.tensor([0.0, 0.05, 0.2]),
     }
-    rows = SamplingBatch(torch.tensor([0.0, 0.7, 1.3]), torch.arange(3), None, **{name: limits[name] for name in names})
-    request = torch.arange(30, dtype=torch.int32) % 3
-    found = truncate(logits.clone(), rows, request)
+    temperature, request = torch.tensor([0.0, 0.7, 1.3]), torch.arange(30, dtype=torch.int32) % 3
+    found = truncate(logits.clone(), temperature, request, **{name: limits[name] for name in names})
     for row, i in enumerate(request.tolist()):
         asked = {name: limits[name][i].item() for name in names} if i else {}
-        assert torch.equal(found[row], truncated(logits[row], rows.temperature[i] if i else 1.0, **asked))
+        assert torch.equal(found[row], truncated(logits[row], temperature[i] if i else 1.0, **asked))
 
 
 CHANGES_LOGITS = {
