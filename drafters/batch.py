@@ -99,7 +99,7 @@ class _OneByOne:
                 raise ValueError(
                     f"a draft needs int32 tokens and a confidence for each, got {token_ids!r} and {confidence!r}"
                 )
-            if token_ids.size > max(limit, 0):
+            if token_ids.size > limit:
                 raise ValueError(f"drafted {token_ids.size} tokens where {limit} were asked for")
             drafts.tokens[row, : token_ids.size] = token_ids
             drafts.confidence[row, : token_ids.size] = confidence

@@ -147,9 +147,9 @@ def build_drafter(name: str, /, **arguments: Any) -> Drafter:
     """
     if runs_on_device(name):
         raise ValueError(f"drafter {name!r} runs on the device, where the engine makes it: use one of {list(DRAFTERS)}")
-    factory, arguments = find_drafter(name), {**(REGISTRY[name].implied if name in REGISTRY else {}), **arguments}
-    _check_names(name, factory, arguments)
-    drafter: Drafter = factory(**arguments)
+    factory, implied = find_drafter(name), REGISTRY[name].implied if name in REGISTRY else {}
+    _check_names(name, factory, {**implied, **arguments})
+    drafter: Drafter = factory(**{**implied, **arguments})
     missing = [method for method in REQUIRED_METHODS if not callable(getattr(drafter, method, None))]
     if missing:
         raise ValueError(

@@ -88,7 +88,8 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     drafters = read("bench_model_drafters", policy="policy-v1-seed0", train_steps=500, model_k=3)
     rows = [row for row in drafters if "request_steps" in row and not row["mode"].startswith("coupled")]
     of_all_epochs = [sum(row["tokens"]) / sum(row["request_steps"]) for row in rows]
-    yield "| T | Drafter", rows, [*of_all_epochs, *fields(rows, "tokens_per_step")]
+    of_each = [t / s for row in rows for t, s in zip(row["tokens"], row["request_steps"], strict=True)]
+    yield "| T | Drafter", rows, [*of_all_epochs, *of_each]
     rows = read("modes_simulated", benchmark="modes/simulated")
     yield "| Engine | Drafts ", rows, modes(rows)
 

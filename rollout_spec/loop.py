@@ -118,6 +118,7 @@ class Decoder:
         drafter.table.limit(drafter.row_of(r.req_id), max_tokens=r.max_tokens, min_tokens=0, stop_token_ids=stops)
         self.index_seconds += time.perf_counter() - started
         self.live.append(r)
+        self._room[r.req_id] = 0
         self._advance([r], [[]])
 
     def step(self, max_draft_tokens: int = UNLIMITED) -> StepCounts:

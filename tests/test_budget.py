@@ -166,7 +166,7 @@ def test_a_new_cost_without_drafts_is_noticed():
 
 
 def test_the_last_step_of_about_the_size_counts():
-    """Larger ones have not been measured for long."""
+    """Larger ones were measured a long time ago."""
     cost = StepCost()
     for num_tokens, drafted, count in ((100, False, 10), (400, True, 200), (64, False, 10)):
         for _ in range(count):

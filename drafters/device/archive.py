@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-class Pool:
+class Ranges:
     """Allocates ranges of an array of fixed size, first fit; freed neighbours are joined. O(number of gaps) per call.
 
     Attributes:

@@ -39,7 +39,7 @@ from torch import Tensor
 from rollout_spec import checks
 from rollout_spec.drafters.base import Tokens, problem_of_prompt
 from rollout_spec.drafters.device import kernels
-from rollout_spec.drafters.device.archive import Archive, Archived, Pool
+from rollout_spec.drafters.device.archive import Archive, Archived, Ranges
 from rollout_spec.drafters.host.constants import CELLS, MAX_DEPTH, SOURCES
 from rollout_spec.drafters.registry import MAX_INDEX_BYTES, MAX_RESIDENT_TOKENS
 from rollout_spec.features.format import FEATURE_WORDS, Features, check_features, no_features
@@ -187,7 +187,7 @@ class DeviceDrafter:
         self._last_stamp = 0
         all_live = max_requests * self._largest_piece
         num_tokens = max_resident_tokens + (all_live if max_live_tokens is None else min(max_live_tokens, all_live))
-        self._pool = Pool(num_tokens)
+        self._pool = Ranges(num_tokens)
         self._pieces = np.zeros((max_requests, 2), np.int64)  # (first token, size) in the pool of each slot
         new = torch.zeros
         self._texts = kernels.Texts(
@@ -437,7 +437,7 @@ class DeviceDrafter:
     def warm_up(
         self,
         slots_dtype: torch.dtype,
-        history: Tensor,
+        all_token_ids: Tensor,
         total_len: Tensor,
         seeds: Tensor,
         temperature: Tensor,
@@ -456,8 +456,8 @@ class DeviceDrafter:
             if 1 <= batch <= most:
                 slots = torch.arange(batch, dtype=slots_dtype, device=self._device)
                 nothing = torch.zeros_like(slots, dtype=torch.int32)
-                self.extend(slots, history, total_len)
-                self.propose(slots, nothing, history, total_len, seeds, temperature, features, nothing)
+                self.extend(slots, all_token_ids, total_len)
+                self.propose(slots, nothing, all_token_ids, total_len, seeds, temperature, features, nothing)
                 if num_given_tokens:
                     given = torch.zeros(batch, num_given_tokens, dtype=torch.int64, device=self._device)
                     self.continue_drafts(slots, nothing, given, seeds, temperature)
@@ -476,7 +476,7 @@ class DeviceDrafter:
         self,
         slots: Tensor,
         num_sampled: Tensor,
-        history: Tensor,
+        all_token_ids: Tensor,
         total_len: Tensor,
         seeds: Tensor,
         temperature: Tensor,
@@ -485,12 +485,12 @@ class DeviceDrafter:
     ) -> tuple[Tensor, Tensor]:
         """Copy the new tokens from the engine and draft. Never waits for the device.
 
-        Can be captured in a CUDA graph where no request has started or ended since the last call.
+        Can be captured in a CUDA graph where nothing but this and `extend` was called since the last call.
 
         Args:
             slots: int32 [B], the batch's slots.
             num_sampled: int32 [B], tokens of the last step. 0, as for prompts not yet read to their end: no draft.
-            history: int32 [R, >= max_model_len], the engine's tokens by slot.
+            all_token_ids: int32 [R, >= max_model_len], the engine's tokens by slot.
             total_len: int32 [R], how many tokens each slot has.
             seeds: int64 [R], of the requests' noise.
             temperature: float32 [R]; requests of temperature 0 have no noise.
@@ -501,13 +501,13 @@ class DeviceDrafter:
             (drafts int64 [B, K], rates float32 [B, K]): tokens, and the estimated probability that each is accepted
             once it is reached. Positions without a draft repeat the last token and have rate 0.
         """
-        self.extend(slots, history, total_len, num_sampled, features, first_rows)
+        self.extend(slots, all_token_ids, total_len, num_sampled, features, first_rows)
         return self._draft(slots, num_sampled, seeds, temperature, self._last_drafts)
 
     def extend(
         self,
         slots: Tensor,
-        history: Tensor,
+        all_token_ids: Tensor,
         total_len: Tensor,
         num_sampled: Tensor | None = None,
         features: Tensor | None = None,
@@ -518,7 +518,7 @@ class DeviceDrafter:
         first_rows = slots if first_rows is None else first_rows
         num_sampled = slots if num_sampled is None else num_sampled
         known = self._texts, self._last_drafts, self._counts, self._by_source
-        kernels.extend(slots, history, total_len, *known, features, first_rows, num_sampled)
+        kernels.extend(slots, all_token_ids, total_len, *known, features, first_rows, num_sampled)
 
     def _draft(
         self, slots: Tensor, wanted: Tensor, seeds: Tensor, temperature: Tensor, last_drafts: kernels.Drafts

@@ -159,11 +159,11 @@ def _entry(stamp, document, LAYOUT: tl.constexpr):
     return (stamp << LAYOUT[1]) | (document << LAYOUT[0])
 
 
-@triton.jit(do_not_specialize=["history_stride", "num_buckets"])
+@triton.jit(do_not_specialize=["all_token_ids_stride", "num_buckets"])
 def _extend_kernel(
     slots_ptr,  # int32 [B]
-    history_ptr,  # int32 [R, history_stride]: the engine's tokens of each slot
-    history_stride,
+    all_token_ids_ptr,  # int32 [R, all_token_ids_stride]: the engine's tokens of each slot
+    all_token_ids_stride,
     total_len_ptr,  # int32 [R]: how many there are
     text_ptr,  # `Texts.tokens`
     documents_ptr,  # `Texts.documents`
@@ -186,7 +186,7 @@ def _extend_kernel(
 ):
     slot = tl.load(slots_ptr + tl.program_id(0)).to(tl.int64)
     documents_ptr += slot * FIELDS
-    history_ptr += slot * history_stride
+    all_token_ids_ptr += slot * all_token_ids_stride
     offset = tl.load(documents_ptr + OFFSET)
     text_ptr += offset
     length = tl.load(documents_ptr + LENGTH).to(tl.int32)
@@ -197,7 +197,7 @@ def _extend_kernel(
     num_drafted = tl.where(length > 0, tl.load(num_drafted_ptr + slot), 0)
     j = tl.arange(0, WIDTH)
     reached = j < tl.minimum(num_drafted, end - length)
-    token = tl.load(history_ptr + length + j, mask=reached, other=-1)
+    token = tl.load(all_token_ids_ptr + length + j, mask=reached, other=-1)
     at = slot * K + j
     hit = reached & (tl.load(drafted_ptr + at, mask=reached, other=-2) == token)
     # Where another drafter's draft was verified, the request may have said more after this one's first wrong token.
@@ -214,8 +214,8 @@ def _extend_kernel(
     entry = _entry(tl.load(documents_ptr + STAMP), slot, LAYOUT)
     for start in range(length, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        tl.store(text_ptr + i, tl.load(history_ptr + i, mask=i < end, other=0), mask=i < end)
-        _enter(index_ptr, num_buckets, history_ptr + i, i, i < end, prompt, column, entry, LAYOUT)
+        tl.store(text_ptr + i, tl.load(all_token_ids_ptr + i, mask=i < end, other=0), mask=i < end)
+        _enter(index_ptr, num_buckets, all_token_ids_ptr + i, i, i < end, prompt, column, entry, LAYOUT)
         if FEATURES != NOT_KEPT:
             i, word = i[:, None], tl.arange(0, FEATURE_WORDS)[None, :]
             value = tl.zeros([BLOCK, FEATURE_WORDS], tl.int64)
@@ -766,7 +766,7 @@ def _index_kernel(
 
 def extend(
     slots: Tensor,
-    history: Tensor,
+    all_token_ids: Tensor,
     total_len: Tensor,
     texts: Texts,
     last: Drafts,
@@ -784,8 +784,8 @@ def extend(
     known = NOT_KEPT if not features.shape[0] else UNKNOWN if new_features is None else GIVEN
     _extend_kernel[(slots.shape[0],)](
         slots,
-        history,
-        history.stride(0),
+        all_token_ids,
+        all_token_ids.stride(0),
         total_len,
         texts.tokens,
         texts.documents,

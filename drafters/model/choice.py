@@ -109,7 +109,7 @@ def _choose(
         for j in range(requests.history.lengths[row]):
             by_history += requests.history.confidence[row, j]
         by_model, survival = 0.0, 1.0
-        num_model = min(token_ids.shape[1], room[i])
+        num_model = min(token_ids.shape[1], room[i], requests.model_tokens.shape[1])
         requests.model_tokens[row] = NO_TOKEN
         requests.continued.lengths[row] = 0  # of an earlier draft
         for j in range(num_model):

@@ -23,12 +23,12 @@ STEPS_PER_HALVING = 64
 """Halve full counters once in this many steps."""
 
 
-@triton.jit(do_not_specialize=["texts_stride"])
+@triton.jit(do_not_specialize=["all_token_ids_stride"])
 def _grade_kernel(
     slots_ptr,  # int32 [B]
     num_sampled_ptr,  # int32 [B], tokens of the last step
-    texts_ptr,  # int32 [R, texts_stride]: the engine's tokens of each slot
-    texts_stride,
+    all_token_ids_ptr,  # int32 [R, all_token_ids_stride]: the engine's tokens of each slot
+    all_token_ids_stride,
     total_len_ptr,  # int32 [R]: how many there are
     last_len_ptr,  # int32 [R]: how many there were when the model drafted
     last_ptr,  # int32 [R, M]: its draft
@@ -44,7 +44,7 @@ def _grade_kernel(
     num_said = tl.where(tl.load(last_len_ptr + slot) == start, num_sampled, 0)
     j = tl.arange(0, WIDTH)
     reached = (j < M) & (j < num_said)
-    token = tl.load(texts_ptr + slot * texts_stride + start + j, mask=reached, other=-1)
+    token = tl.load(all_token_ids_ptr + slot * all_token_ids_stride + start + j, mask=reached, other=-1)
     drafted = tl.load(last_ptr + slot * M + j, mask=reached, other=-1)
     reached &= drafted >= 0
     first_miss = tl.min(tl.where(reached & (drafted != token), j, WIDTH), 0)
@@ -130,7 +130,7 @@ class DeviceChoice:
         self,
         slots: Tensor,
         num_sampled: Tensor,
-        texts: Tensor,
+        all_token_ids: Tensor,
         total_len: Tensor,
         temperature: Tensor,
         history: tuple[Tensor, Tensor],
@@ -141,7 +141,7 @@ class DeviceChoice:
         Args:
             slots: int32 [B], the batch's slots.
             num_sampled: int32 [B], tokens of the last step; 0: the model drafted nothing.
-            texts: int32 [R, length], the engine's tokens by slot.
+            all_token_ids: int32 [R, length], the engine's tokens by slot.
             total_len: int32 [R], how many tokens each slot has.
             temperature: float32 [R].
             history: (tokens int64 [B, K], rates float32 [>= B, K]), as from `DeviceDrafter.propose`.
@@ -158,8 +158,8 @@ class DeviceChoice:
         _grade_kernel[(batch,)](
             slots,
             num_sampled,
-            texts,
-            texts.stride(0),
+            all_token_ids,
+            all_token_ids.stride(0),
             total_len,
             last_len,
             last,

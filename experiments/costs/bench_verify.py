@@ -243,7 +243,7 @@ class Case:
         count = min(self.batch, 3)
         end = int(self.starts[count])
         rows = SamplingBatch(*(getattr(self.rows, name)[:count] for name in SamplingBatch.__slots__))
-        layout = lay_out(self.cu[:count], self.drafts[: end - count], rows)
+        layout = reference.lay_out_on_host(self.cu[:count], self.drafts[: end - count], rows)
         found = reference.verify_rows(*self._processed(self.logits[:end], layout), max_draft_tokens=self.k)
         expected = found.output_token_ids.cpu().numpy()
         logits = self.logits[:end].float().cpu().numpy()

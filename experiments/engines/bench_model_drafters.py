@@ -17,11 +17,12 @@ with METHOD draft_model or mtp. Printed: request-steps (how often a request was 
 and tokens per request-step, by epoch.
 
 With VLLM_USE_V2_MODEL_RUNNER=1 PYTHONPATH=tests/gpu_stand_in:. engines have the V2 runner, whose kernels are emulated,
-and history is on the device. Its modes are `none`, `history` and `both:METHOD`, as for `--recurrent`.
+and history is on the device. The modes are `none`, `history` and `both:METHOD`: the emulator does not know all
+instructions of vLLM's own rejection sampling.
 
 With `--recurrent` the policy is a Qwen3-Next with gated DeltaNet (trained when missing: five minutes), which takes vLLM
-0.32 or newer, Triton and a C compiler: vLLM's kernels for such layers are emulated. Its modes are `none`, `history` and
-`both:mtp`: the emulator does not know all instructions of vLLM's own rejection sampling.
+0.32 or newer, Triton and a C compiler: vLLM's kernels for such layers are emulated, too. Of these modes it has no
+`both:draft_model`.
 
 Gates, before any figure of a mode: its rollouts are what the policy samples under their noise, but for tokens whose
 choice was within GAP. vLLM's own modes have other noise; their rollouts' log-probability must be what samples of the
@@ -303,8 +304,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.policy = args.policy or Path("demo", "recurrent-policy-seed0" if args.recurrent else "policy-v1-seed0")
+    if args.recurrent or IS_V2:
+        args.modes = [mode for mode in args.modes if mode.partition(":")[0] not in STOCK]
     if args.recurrent:
-        args.modes = [mode for mode in args.modes if mode in ("none", "history", "both:mtp")]
+        args.modes = [mode for mode in args.modes if mode != "both:draft_model"]
     torch.set_num_threads(1)
     if args.only:
         if args.recurrent:

@@ -85,6 +85,7 @@ class EngineController:
         if compare_every is not None and not config.speculation:
             raise ValueError("compare_every compares with drafts, and speculation is False: leave it out")
         self._comparison = None if compare_every is None else Comparison(compare_every)
+        self._is_comparing = True
         self.config = config
         self.llm: Any = None
         self.model: Any = None
@@ -236,7 +237,7 @@ class EngineController:
 
     def _timed(self, run: Callable[[], Any]) -> Any:
         """Generate, without drafts where that is to be compared, and count."""
-        comparison = None if self.is_evaluating() else self._comparison
+        comparison = None if self.is_evaluating() or not self._is_comparing else self._comparison
         if comparison is not None and not self._enabled:
             comparison.forget()
             comparison = None
@@ -265,7 +266,7 @@ class EngineController:
             self._command("set_enabled", True)
         except Exception as error:
             logger.warning("the engine does not draft any more, so nothing more is compared: %s", error)
-            self._enabled = False
+            self._is_comparing = False
 
     def measured(self) -> Measured | None:
         """What drafts gain by `compare_every`; None before it is known."""

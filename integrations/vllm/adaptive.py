@@ -22,7 +22,7 @@ from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.step_sizes import MEASURED_CONTEXT, MOST_CUT_REQUESTS, ranges_of
 
 
-def initialize_kv_cache(runner: Any, initialize: Callable[[], Any]) -> Any:
+def with_adaptive_verification(runner: Any, initialize: Callable[[], Any]) -> Any:
     """Let vLLM make a V2 runner's attention metadata, with adaptive verification where it can and we may choose.
 
     Args:
@@ -51,7 +51,7 @@ def initialize_kv_cache(runner: Any, initialize: Callable[[], Any]) -> Any:
 def check_adaptive_verification(vllm_config: Any) -> None:
     """Raise ValueError where adaptive verification, which is on, does not fit an engine, by its configuration.
 
-    Routed experts and context parallelism vLLM has refused before, when it was off.
+    vLLM's own checks of routed experts and context parallelism ran while it was off, so they are repeated here.
     """
     if vllm_config.aux_output_config.enable_return_routed_experts:
         raise ValueError("routed experts are returned")

@@ -247,7 +247,7 @@ def check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
             (vllm_config.parallel_config, "enable_batch_sharded_sampling"),
         ):
             if getattr(owner, name):
-                raise ValueError(f"{name} would be ignored by rollout_spec's sampler: remove it")
+                raise ValueError(f"{name} does not work with rollout_spec's sampler: remove it")
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise ValueError("rollout_spec does not support pipeline parallelism: set pipeline_parallel_size=1")
     if vllm_config.parallel_config.prefill_context_parallel_size > 1:

@@ -168,23 +168,23 @@ class DeviceSpeculator(Session, BaseSpeculator):
         """Draft for the next step: int64 [B, K]. See vLLM for the arguments."""
         states, sampling = self._runner.req_states, self._runner.sampler.sampling_states
         req_indices = input_batch.idx_mapping
-        history, total_len = states.all_token_ids.gpu, states.total_len.gpu
+        all_token_ids, total_len = states.all_token_ids.gpu, states.total_len.gpu
         noise = sampling.seeds.gpu, sampling.temperature.gpu
         if dummy_run or self._runner.rollout_spec.warming_up:
             if not self._is_warm:  # compile the kernels before the engine serves
                 self._is_warm, self._index_dtype = True, req_indices.dtype
-                self.drafter.warm_up(req_indices.dtype, history, total_len, *noise, self.num_given_tokens)
+                self.drafter.warm_up(req_indices.dtype, all_token_ids, total_len, *noise, self.num_given_tokens)
             elif dummy_run and self.enable_adaptive_verification:  # vLLM measures what drafting costs
                 nothing = torch.zeros_like(req_indices, dtype=torch.int32)
-                self.drafter.propose(req_indices, nothing, history, total_len, *noise)
+                self.drafter.propose(req_indices, nothing, all_token_ids, total_len, *noise)
             return self._no_drafts(input_batch.num_reqs)
         slots = input_batch.idx_mapping_np
         self.drafter.reserve(slots, self._most_tokens(slots) + self.num_speculative_tokens + 1)
         seen = self._runner.rollout_spec.take_features(), input_batch.cu_num_logits[: input_batch.num_reqs]
         if not (self.enabled and self._is_wanted()):
-            self.drafter.extend(req_indices, history, total_len, num_sampled, *seen)
+            self.drafter.extend(req_indices, all_token_ids, total_len, num_sampled, *seen)
             return self._no_drafts(input_batch.num_reqs)
-        drafts, rates = self.drafter.propose(req_indices, num_sampled, history, total_len, *noise, *seen)
+        drafts, rates = self.drafter.propose(req_indices, num_sampled, all_token_ids, total_len, *noise, *seen)
         if self.keeps_rates or self.enable_adaptive_verification:
             self.draft_token_confidence_probs[: input_batch.num_reqs] = rates
         return drafts

@@ -238,7 +238,7 @@ def _adapter_of(worker: Any) -> Any:
 
 def _warming_up(worker: Any) -> contextlib.AbstractContextManager[None]:
     adapter = _adapter_of(worker)
-    return adapter.warm_up() if adapter is not None else contextlib.nullcontext()  # type: ignore[no-any-return]
+    return adapter.ignoring_requests() if adapter is not None else contextlib.nullcontext()  # type: ignore[no-any-return]
 
 
 def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -431,11 +431,11 @@ def initialize_kv_cache_v2(original: Callable[..., Any], self: Any, *args: Any, 
     config, initialize = config_of(self.vllm_config), functools.partial(original, self, *args, **kwargs)
     if config is None or not config.speculation:
         return initialize()
-    from rollout_spec.integrations.vllm.adaptive import initialize_kv_cache
+    from rollout_spec.integrations.vllm.adaptive import with_adaptive_verification
 
     compilation = self.vllm_config.compilation_config
     had_whole_steps = compilation.cudagraph_mode.has_full_cudagraphs()
-    result = initialize_kv_cache(self, initialize)
+    result = with_adaptive_verification(self, initialize)
     is_first = self.vllm_config.parallel_config.rank == 0
     if is_first and had_whole_steps and not compilation.cudagraph_mode.has_full_cudagraphs():
         say(

@@ -115,7 +115,7 @@ class MeasuredSchedule:
     def observe_output(self, scheduler_output: Any, model_runner_output: Any) -> None:
         """Learn from what vLLM's scheduler is told of a step, by vLLM's names for it.
 
-        Its time counts only if the step before it and the two scheduled after it have the same K: while it runs, the
+        The step counts only if the one before it and the two scheduled after it have the same K: while it runs, the
         host prepares the next step and lets drafts be made for the one after that. Right after a pause vLLM still cuts
         drafts by what paid before the pause.
         """

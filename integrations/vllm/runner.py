@@ -57,7 +57,7 @@ class RunnerAdapter:
             self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config, runner.device)
 
     def finish_counting(self) -> Any:
-        """Count outcomes that are still being copied to the host. When they were made, the host would have waited."""
+        """Count outcomes that are still on their way to the host: reading them at once would have made it wait."""
         raise NotImplementedError
 
     @property
@@ -104,7 +104,7 @@ class RunnerAdapter:
         say(f"rollout_spec: the verifier agrees with its reference ({time.perf_counter() - started:.1f} s)")
 
     @contextmanager
-    def warm_up(self) -> Iterator[None]:
+    def ignoring_requests(self) -> Iterator[None]:
         """Wrap what vLLM does with made-up requests, which have no seeds and are ignored."""
         before, self.warming_up = self.warming_up, True
         try:

@@ -409,7 +409,7 @@ class RunnerAdapterV1(RunnerAdapter):
             model = ModelDrafts(model.token_ids[batch_rows], model.probabilities[batch_rows])
         drafts = session.draft(
             sampled,
-            num_tokens=int(self._runner.query_start_loc.np[size]),
+            num_step_tokens=int(self._runner.query_start_loc.np[size]),
             began=self.clock.started,
             targets=verification.target_token_ids,
             model=model,

@@ -323,8 +323,10 @@ class VerifyingSampler:
         """
         mode, starts = self.inner.logprobs_mode, None
         if logits.shape[0] != asked.req_indices.size:
-            is_cut = self.enable_adaptive_verification  # then only the device knows where drafts end
-            starts = input_batch.cu_num_logits.clone() if is_cut else input_batch.cu_num_logits_np.tolist()
+            if self.enable_adaptive_verification:  # only the device knows where drafts end; the next step writes there
+                starts = input_batch.cu_num_logits.clone()
+            else:
+                starts = input_batch.cu_num_logits_np.tolist()
         if asked.scored_here:
             field = "cu_num_generated_tokens" + ("_tensor" if isinstance(starts, torch.Tensor) else "")
             temperature = None if mode.startswith("raw_") else layout.temperature
@@ -477,5 +479,5 @@ class HostSpeculator(BaseSpeculator):
             starts,
             more[0].reshape(-1, FEATURE_WORDS) if more else NO_FEATURES,
         )
-        drafts = session.draft(sampled, num_tokens=num_step_tokens, began=adapter.clock.started, targets=targets)
+        drafts = session.draft(sampled, num_step_tokens=num_step_tokens, began=adapter.clock.started, targets=targets)
         return batch_rows, drafts

@@ -356,7 +356,7 @@ class HostSession(Session):
         self,
         sampled: Sampled,
         *,
-        num_tokens: int,
+        num_step_tokens: int,
         began: float,
         targets: NDArray[np.int64] | None = None,
         model: ModelDrafts | None = None,
@@ -365,7 +365,7 @@ class HostSession(Session):
 
         Args:
             sampled: What the step has sampled, of the requests that have rows.
-            num_tokens: Tokens that the step computed, those of prompts among them.
+            num_step_tokens: Tokens that the step computed, those of prompts among them.
             began: When it began, by `time.perf_counter`.
             targets: See `BatchDrafter.learn_step`.
             model: What the model drafted for the same requests, if there is one.
@@ -384,9 +384,9 @@ class HostSession(Session):
         try:
             learned = self.drafting.learn(sampled, targets)
             self.stats.emitted_tokens -= learned.num_sampled - learned.num_emitted  # all were counted
-            self._time_step(started, began, num_tokens, sampled.rows.size, learned)
+            self._time_step(started, began, num_step_tokens, sampled.rows.size, learned)
             room = learned.room if self.enabled else np.zeros_like(learned.room)
-            # The median, as a cost is known of steps that have occurred, which ones of the mean's size need not have.
+            # The median, not the mean: a step of the mean's size may never have occurred, so its cost is not known.
             next_tokens = learned.num_live + median_high(self._prompt_tokens)
             drafts = self.drafting.draft(sampled.rows, room, num_tokens=next_tokens, model=model)
             self._end_with_the_batch()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 from pathlib import Path
@@ -307,8 +306,12 @@ def test_the_scheduler_has_room_for_whole_drafts(max_num_seqs, room, scheduled, 
         ({"validate": "LoRA"}, "LoRA"),
     ],
 )
-def test_what_keeps_vllm_from_cutting_drafts(changes, reason):
+def test_what_keeps_vllm_from_cutting_drafts(monkeypatch, changes, reason):
+    said = []
+    monkeypatch.setattr(adaptive, "say", said.append)
+
     def validate():
+        assert all(owner.enable_adaptive_verification for owner in owners), "otherwise vLLM checks nothing"
         if "validate" in changes:
             raise ValueError(changes["validate"])
 
@@ -316,15 +319,21 @@ def test_what_keeps_vllm_from_cutting_drafts(changes, reason):
         model_config=SimpleNamespace(),
         aux_output_config=SimpleNamespace(**{"enable_return_routed_experts": False, **changes}),
         parallel_config=SimpleNamespace(
-            **{"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, **changes}
+            **{"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "rank": 0, **changes}
         ),
         compilation_config=SimpleNamespace(**{"cudagraph_capture_sizes": [1, 2, 4, 512], **changes}),
         scheduler_config=SimpleNamespace(max_num_seqs=16),
-        speculative_config=SimpleNamespace(num_speculative_tokens=7),
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens=7, num_speculative_tokens_per_batch_size=[(1, 9, 7)], **{OUR_SCHEDULE: True}
+        ),
         _validate_adaptive_verification=validate,
     )
-    with pytest.raises(ValueError, match=reason) if reason else contextlib.nullcontext():
-        adaptive.check_adaptive_verification(config)
+    runner = SimpleNamespace(vllm_config=config, speculator=SimpleNamespace(), sampler=SimpleNamespace())
+    owners = config.speculative_config, runner.speculator, runner.sampler
+    assert adaptive.with_adaptive_verification(runner, lambda: "made") == "made"
+    assert [owner.enable_adaptive_verification for owner in owners] == [reason is None] * 3
+    assert len(said) == (reason is not None)
+    assert all(reason in line for line in said)
 
 
 def test_vllm_measures_drafting_and_nothing_is_compiled_after_that(tiny_model, monkeypatch):
@@ -350,7 +359,7 @@ def test_vllm_measures_drafting_and_nothing_is_compiled_after_that(tiny_model, m
     monkeypatch.setattr(runner.speculator, "propose", propose_and_note)
     drafted, draft = [], drafter.propose
     monkeypatch.setattr(drafter, "propose", lambda slots, *args: drafted.append(len(slots)) or draft(slots, *args))
-    with recorded_variants() as compiled, runner.rollout_spec.warm_up(), torch.inference_mode():
+    with recorded_variants() as compiled, runner.rollout_spec.ignoring_requests(), torch.inference_mode():
         runner.rollout_spec.compile_kernels()
         runner._dummy_run(4)  # compiles the drafter's
         runner.speculator.capture()

@@ -96,7 +96,7 @@ def test_a_salted_request_shares_nothing_unless_salts_are_ignored(tiny_model, tm
     session_of(llm).close()
     kept = rollouts_in(tmp_path)
     assert {rollout.problem_id == 7 for rollout in kept} == {True, False}
-    # Of requests without a salt; the last two share a file, unless rounding tells what the target saw apart.
+    # The folder has those without a salt. The last two share a file, unless rounding tells what the target saw apart.
     assert ignores or len(kept) in (2, 3)
 
 

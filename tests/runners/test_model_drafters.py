@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-
 from rollout_spec import engine_kwargs
 from tests.integrations.draft_models import METHODS, model_drafters
 from tests.integrations.engines import (

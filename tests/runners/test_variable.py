@@ -37,7 +37,7 @@ WITH_SALTS = ("SkyRL", "prime-rl")
 
 
 @pytest.fixture(autouse=True)
-def runner_that_vllm_has(monkeypatch):
+def a_gpu_for_v2(monkeypatch):
     """On a GPU the drafter of V2 is on the device."""
     monkeypatch.setattr(engine_config, "has_gpu", lambda: IS_V2)
 

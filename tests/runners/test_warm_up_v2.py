@@ -84,7 +84,7 @@ def test_vllms_own_profiling_as_on_a_gpu(tiny_model, monkeypatch):
     if hasattr(model_runner, "current_platform"):
         monkeypatch.setattr(model_runner, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     hidden = torch.zeros(3, runner.vllm_config.model_config.get_hidden_size())
-    with runner.rollout_spec.warm_up():
+    with runner.rollout_spec.ignoring_requests():
         runner._dummy_sampler_run(hidden)
     if vllm.__version_tuple__[:2] >= (0, 33):
         with pytest.raises(RuntimeError, match="has no seed"):
@@ -116,7 +116,7 @@ def test_nothing_is_compiled_while_the_engine_serves(tiny_model, options, monkey
         llm = build(tiny_model, **options, max_num_seqs=6, max_num_batched_tokens=32)
         worker = worker_of(llm)
         worker.compile_or_warm_up_model()  # what a GPU's worker does in any version
-        with runner_of(llm).rollout_spec.warm_up():
+        with runner_of(llm).rollout_spec.ignoring_requests():
             run_mixed_prefill_decode_warmup(runner_of(llm), worker.execute_model, worker.sample_tokens, 8)
     adapter = runner_of(llm).rollout_spec
     assert not adapter.warming_up

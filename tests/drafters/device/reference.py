@@ -19,7 +19,7 @@ finds a few places in other problems' texts by an index.
 
 Differences from the host drafter: of other problems only the index's places are seen; of the request's own problem all
 matches are, where the host visits a part of them; and the host searches again where no candidate is left, which gains
-0 to 0.5 % from words alone, 1 to 3 % with features, and would cost a second scan.
+0 to 0.5 % from words alone, with features 1 to 3 % (SmolLM2) to 13 % (the demo's policy), and costs a second scan.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.drafters.device import drafter as device
 from rollout_spec.drafters.device import kernels
-from rollout_spec.drafters.device.archive import Archived, Pool
+from rollout_spec.drafters.device.archive import Archived, Ranges
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
 from rollout_spec.drafters.host import constants
 from rollout_spec.drafters.host.drafter import HistoryDrafter
@@ -681,7 +681,7 @@ def test_rejected_arguments():
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 30)), max_size=60))
 def test_the_pool_neither_loses_nor_doubles_a_place(operations):
-    pool, taken = Pool(100), []
+    pool, taken = Ranges(100), []
     for wants, size in operations:
         if wants:
             start = pool.allocate(size)

@@ -92,6 +92,18 @@ def test_only_what_history_added_is_graded_and_only_where_the_model_was_right(dr
         drafting.learn(sampled(drafter.table, rows(drafting, "new"), [[7, 8]]))
 
 
+def test_a_drafter_that_drafts_fewer_tokens_than_the_engine_verifies():
+    """As one of a user's own may. Nor is more of the model's draft verified."""
+    drafter = build_drafter("suffix", max_draft_tokens=2)
+    drafting = Drafting(drafter, K, max_model_len=100, vocab_size=100, has_model=True)
+    drafter.start_request("r", [1, 2])
+    model = ModelDrafts(np.full((1, 4), 5, np.int32), np.full((1, 4), 0.9, np.float32))
+    learned = drafting.learn(sampled(drafter.table, rows(drafting, "r"), [[3]]))
+    drafts = drafting.draft(rows(drafting, "r"), learned.room, num_tokens=1, model=model)
+    assert drafts.lengths.tolist() == [2]
+    assert drafts.token_ids[0, :2].tolist() == [5, 5]
+
+
 def test_a_continuation_does_not_outlive_its_step(drafting):
     """A step may bring nothing to a request. Its next draft, too short to be continued, must not end like the last."""
     some, model = rows(drafting, "new"), ModelDrafts(np.array([[5, 6]], np.int32), np.full((1, 2), 0.9, np.float32))

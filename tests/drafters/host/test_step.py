@@ -114,7 +114,7 @@ def any_drafts(rng, arrays, row, calibration, num_cells):
     held["model"] = SimpleNamespace(
         tokens=arrays.model_tokens[row, :num_model].tolist(), cells=arrays.model_cells[row].tolist()
     )
-    arrays.num_offered[row], arrays.is_model[row] = rng.integers(-1, K + 1), rng.random() < 0.5
+    arrays.num_offered[row], arrays.is_model[row] = rng.integers(0, K + 1), rng.random() < 0.5
     return held
 
 

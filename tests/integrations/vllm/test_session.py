@@ -127,7 +127,7 @@ def advance(
     )
     drafts = session.draft(
         sampled,
-        num_tokens=int(followed.size + verified.sum()) if step_tokens is None else step_tokens,
+        num_step_tokens=int(followed.size + verified.sum()) if step_tokens is None else step_tokens,
         began=time.perf_counter(),
         targets=targets if getattr(session.drafter, "wants_rejected_targets", False) else None,
         model=model,

@@ -146,7 +146,7 @@ IGNORED = (
 
 
 @pytest.mark.parametrize("name", IGNORED)
-def test_options_that_our_sampler_would_ignore(name):
+def test_options_of_vllms_sampler_alone(name):
     options = SimpleNamespace(runner_type="generate", **dict.fromkeys(IGNORED, False))
     setattr(options, name, True)
     vllm_config = SimpleNamespace(
@@ -155,8 +155,18 @@ def test_options_that_our_sampler_would_ignore(name):
         use_v2_model_runner=True,
         watermark_config=options.watermark_config,
     )
-    with pytest.raises(ValueError, match=f"{name} would be ignored"):
+    with pytest.raises(ValueError, match=f"{name} does not work with"):
         check_engine(vllm_config, RolloutSpecConfig(speculation=False))
+
+
+@pytest.mark.parametrize(("version", "is_too_old"), [((0, 26, 0), True), ((0, 30, 1), True), ((0, 31, 0), False)])
+def test_v2_is_used_from_0_31_on(tiny_model, monkeypatch, version, is_too_old):
+    """Before, vLLM chooses V1 by itself."""
+    asking, plain = configuration(tiny_model, **engine_kwargs()), configuration(tiny_model)
+    monkeypatch.setattr(vllm, "__version_tuple__", version)
+    reasons = ["rollout_spec before vLLM 0.31"] if is_too_old else []
+    assert hooks.v2_unsupported_features(lambda self: [], asking) == reasons
+    assert hooks.v2_unsupported_features(lambda self: [], plain) == []
 
 
 # -- models with recurrent layers; their rollouts are in `tests/recurrent` -------------------------------------------
