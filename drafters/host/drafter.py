@@ -163,7 +163,7 @@ class HistoryDrafter:
         self._index = Index(suffix.new_tree(), suffix.new_tree(), ngram.new_buckets(1024 if index == "ngram" else 1))
         self._pool = new_pool(POOL_ENTRIES if lookahead else 1)
         self._calibration = Calibration(
-            counts=np.zeros((2, constants.NUM_PROBABILITY_BINS, constants.NUM_LENGTH_BINS, 2), np.float32),
+            counts=np.zeros((constants.CELLS, 2), np.float32),
             by_source=np.zeros((len(SOURCES), 2), np.int64),
         )
         self.table = RequestTable(max_draft_tokens)

@@ -27,7 +27,7 @@ class HistoryDrafts(NamedTuple):
     num_given: NDArray[np.int64]  # [R] tokens at its beginning that another drafter has chosen
     tokens: Int32Array  # [R, K]
     confidence: Float32Array  # [R, K] see `Draft.confidence`
-    cells: Int32Array  # [R, K, 4] three indices into the calibration's counts, and the source
+    cells: Int32Array  # [R, K, 2] index into the calibration's counts, and the source
 
 
 class Requests(NamedTuple):
@@ -128,7 +128,7 @@ def _new_requests(num_rows: int, num_stops: int, k: int) -> Requests:
             num_given=zeros(np.int64),
             tokens=zeros(np.int32, k),
             confidence=zeros(np.float32, k),
-            cells=zeros(np.int32, k, 4),
+            cells=zeros(np.int32, k, 2),
         )
 
     return Requests(

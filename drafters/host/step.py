@@ -36,10 +36,9 @@ from rollout_spec.drafters.host.store import (
 from rollout_spec.drafters.host.voting import (
     Calibration,
     advance,
-    bin_of_length,
-    bin_of_probability,
     blend,
     blend_in,
+    cell_of,
     choose,
     compare_states,
     count_outcome,
@@ -143,8 +142,8 @@ def _grade(drafts, calibration, row, tokens, first, size):
         target = tokens[first + depth]
         hit = drafts.tokens[row, depth] == target
         if depth >= drafts.num_given[row]:
-            coupled, probability_bin, length_bin, source = drafts.cells[row, depth]
-            count_outcome(calibration.counts[coupled, probability_bin, length_bin], hit)
+            cell, source = drafts.cells[row, depth]
+            count_outcome(calibration.counts[cell], hit)
             calibration.by_source[source, 0] += 1
             calibration.by_source[source, 1] += hit
         if not hit:
@@ -364,11 +363,9 @@ def _propose(requests, history, rows, room, continues, scratch):
                 for j in range(count):
                     if weights[j] > heaviest:
                         heaviest, origin = weights[j], j
-            probability_bin, length_bin = bin_of_probability(expected), bin_of_length(longest)
-            out.cells[row, depth, 0], out.cells[row, depth, 1] = coupled, probability_bin
-            out.cells[row, depth, 2] = length_bin
-            out.cells[row, depth, 3] = sources[origin] if origin >= 0 else LOOKAHEAD
-            survival *= rate(calibration.counts[coupled, probability_bin, length_bin], expected)
+            cell = cell_of(coupled, expected, longest)
+            out.cells[row, depth, 0], out.cells[row, depth, 1] = cell, sources[origin] if origin >= 0 else LOOKAHEAD
+            survival *= rate(calibration.counts[cell], expected)
             if survival < settings.min_survival and depth > num_given:  # a first token keeps its cell up to date
                 break
             out.tokens[row, depth] = token

@@ -17,6 +17,7 @@ from rollout_spec.drafters.host.constants import (
     MAX_TRIALS,
     MIN_DISTANCE_FROM_ONE,
     MIN_REMEMBERED,
+    NUM_LENGTH_BINS,
     NUM_PROBABILITY_BINS,
     OWN,
     PRIOR,
@@ -50,7 +51,7 @@ MAX_FOUND = (TOP_TOKENS + 1) * MAX_CANDIDATES + 1
 class Calibration(NamedTuple):
     """Outcomes of drafted tokens that the target reached. The last axis is (trials, hits)."""
 
-    counts: Float32Array  # [coupled?, probability bin, length bin, 2]
+    counts: Float32Array  # [CELLS, 2], by `cell_of`
     by_source: NDArray[np.int64]  # [source, 2]
 
 
@@ -90,23 +91,20 @@ def new_scratch(max_tokens):
 
 
 @njit(allocates=False)
-def bin_of_length(length):
+def cell_of(coupled, expected, length):
+    """Where outcomes are counted: by whether noise chose, the expected probability, and the match's length."""
+    distance = max(1.0 - expected, MIN_DISTANCE_FROM_ONE)
+    probability_bin = min(int(-BINS_PER_HALVING * np.log2(distance)), NUM_PROBABILITY_BINS - 1)
     length_bin = 0
     for edge in LENGTH_EDGES:
         length_bin += length > edge
-    return length_bin
+    return (coupled * NUM_PROBABILITY_BINS + probability_bin) * NUM_LENGTH_BINS + length_bin
 
 
 @njit(allocates=False)
-def bin_of_probability(probability):
-    distance = max(1.0 - probability, MIN_DISTANCE_FROM_ONE)
-    return min(int(-BINS_PER_HALVING * np.log2(distance)), NUM_PROBABILITY_BINS - 1)
-
-
-@njit(allocates=False)
-def rate(cell, expected):
+def rate(outcomes, expected):
     """Probability that a drafted token is accepted: the rate of its cell, whose prior is the expected probability."""
-    return (cell[1] + PRIOR * expected) / (cell[0] + PRIOR)
+    return (outcomes[1] + PRIOR * expected) / (outcomes[0] + PRIOR)
 
 
 @njit(allocates=False)

@@ -74,8 +74,8 @@ class Plain:
             return
         for place, right in outcomes(draft.tokens, said):
             if place >= draft.num_given:
-                *cell, source = draft.cells[place]
-                self.calibration.counts[tuple(cell)] += (1, right)
+                cell, source = draft.cells[place]
+                self.calibration.counts[cell] += (1, right)
                 self.calibration.by_source[source] += (1, right)
         draft.tokens = []
 
@@ -100,7 +100,7 @@ def any_drafts(rng, arrays, row, calibration, num_cells):
     for name in ("history", "continued"):
         drafts, length = getattr(arrays, name), int(rng.integers(0, K + 1))
         drafts.tokens[row] = rng.integers(0, 4, K)
-        drafts.cells[row] = rng.integers(0, shape, (K, 4))
+        drafts.cells[row] = rng.integers(0, shape, (K, 2))
         drafts.lengths[row] = length
         drafts.num_given[row] = rng.integers(0, length + 1) if name == "continued" else 0
         held[name] = SimpleNamespace(
