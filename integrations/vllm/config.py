@@ -266,6 +266,12 @@ def check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
 
 def _check_model_drafter(vllm_config: Any, config: RolloutSpecConfig) -> None:
     """Raise ValueError if a drafter with a model (draft model, EAGLE heads, MTP layers) cannot draft beside history."""
+    import vllm
+
+    if compat.lacks_short_drafts(vllm.__version_tuple__):
+        raise ValueError(
+            f"rollout_spec drafts beside a model from vLLM 0.26 on, and this is {vllm.__version__}: leave one out"
+        )
     speculative = vllm_config.speculative_config
     for name, allowed, reason in (
         ("parallel_drafting", False, "its drafts cannot be drawn with the target's noise"),

@@ -12,7 +12,7 @@ from rollout_spec import engine_kwargs
 from rollout_spec.config import PROPOSER_PATH
 from rollout_spec.drafters import build_drafter
 from tests.integrations.draft_models import write_draft_model
-from tests.integrations.engines import IS_V2, build, generate, mixed_params, stats_of, verify_all
+from tests.integrations.engines import IS_V2, build, generate, mixed_params, needs_model_drafters, stats_of, verify_all
 
 pytestmark = pytest.mark.engine
 
@@ -60,6 +60,7 @@ def test_errors_name_their_cause(tiny_model, kwargs, message):
         build(tiny_model, **kwargs)
 
 
+@needs_model_drafters
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

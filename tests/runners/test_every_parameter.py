@@ -16,7 +16,16 @@ from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, S
 from rollout_spec import engine_kwargs
 from rollout_spec.noise import host as noise
 from tests.integrations.draft_models import write_eagle_head
-from tests.integrations.engines import IS_V2, MIXES_MASKS, build, every_draft, runner_of, stats_of, verify_all
+from tests.integrations.engines import (
+    IS_V2,
+    MIXES_MASKS,
+    WITH_MODEL,
+    build,
+    every_draft,
+    runner_of,
+    stats_of,
+    verify_all,
+)
 from tests.runners import adaptive
 
 pytestmark = pytest.mark.engine
@@ -94,7 +103,7 @@ GROUPS = {"fast": FAST, "processed": PROCESSED, "scored": SCORED}
 ROWS = [(group, name) for group, rows in GROUPS.items() for name in rows]
 KINDS = ("greedy", "sampled")
 ON_DEVICE = ("device", "adaptive") if IS_V2 else ()
-DRAFTING = ("history", "adversary", "model", *ON_DEVICE)
+DRAFTING = ("history", "adversary", *WITH_MODEL, *ON_DEVICE)
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +120,8 @@ def engines(tiny_model, tmp_path_factory):
     }
     if IS_V2:
         named["device"] = verify_all(num_speculative_tokens=3, drafter="device", **resident)
+    if not WITH_MODEL:
+        del named["model"]
     built = {name: build(tiny_model, **arguments) for name, arguments in named.items()}
     if IS_V2:
         with adaptive.as_on_a_gpu():

@@ -22,6 +22,7 @@ from tests.integrations.engines import (
     IS_V2,
     LAST,
     PLAIN,
+    WITH_MODEL,
     assert_same,
     build,
     check_features,
@@ -45,7 +46,7 @@ K = 4
 RESIDENT = {"drafter_options": {"max_resident_tokens": 4096}}
 ADVERSARY = verify_all(num_speculative_tokens=K, drafter="tests.adversaries.Adversary")
 DEVICE = verify_all(num_speculative_tokens=K, drafter="device", **RESIDENT)
-DRAFTING = ["history", "adversary", "model", *(["device"] if IS_V2 else [])]
+DRAFTING = ["history", "adversary", *WITH_MODEL, *(["device"] if IS_V2 else [])]
 LEARNING = [name for name in DRAFTING if name != "adversary"]
 ONE = DEVICE if IS_V2 else ADVERSARY
 """For what needs engines of its own."""
@@ -76,7 +77,7 @@ def engines(tiny_model, tmp_path_factory):
         "model": engine_kwargs(num_speculative_tokens=K, **with_model),
         **({"device": DEVICE} if IS_V2 else {}),
     }
-    return {name: build(tiny_model, **SMALL, **arguments) for name, arguments in options.items()}
+    return {name: build(tiny_model, **SMALL, **options[name]) for name in ["nothing", *DRAFTING]}
 
 
 def tokens_of(outputs):

@@ -20,12 +20,13 @@ from tests.integrations.engines import (
     build,
     generate,
     mixed_params,
+    needs_model_drafters,
     prompts_of,
     runner_of,
     stats_of,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, needs_model_drafters]
 
 MODEL_TOKENS = 2
 SILENT = "tests.adversaries.Silent"

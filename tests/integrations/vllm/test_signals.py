@@ -57,6 +57,7 @@ def start(model, folder, num_generations, **variables):
     )
 
 
+@own_processes
 def test_a_script_that_is_killed_or_interrupted(tiny_model, tmp_path):
     """Ctrl-C lets Python end in its own way, which writes the rest. SIGKILL does not."""
     before = 0
