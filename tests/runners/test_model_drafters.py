@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -49,8 +50,12 @@ def build_beside(drafters, method, **options):
 def build_alone(drafters, method):
     if not IS_V2:
         return build_beside(drafters, method, drafter=SILENT)
+
+    def choose(slots, num_sampled, temperature, history, model):
+        return torch.nn.functional.pad(model, (0, history.shape[1] - model.shape[1]))
+
     llm = build_beside(drafters, method)
-    runner_of(llm).speculator._choose = lambda *arguments: arguments[-1]  # the model's drafts
+    runner_of(llm).speculator._choose = choose
     return llm
 
 
