@@ -266,8 +266,10 @@ class RunnerAdapterV1(RunnerAdapter):
             counts = SimpleNamespace(num_draft_tokens=[count + 1 for count in metadata.num_draft_tokens])
             processed = runner.rejection_sampler.apply_logits_processors(processed, one_more, counts)
         if not sampling.all_greedy:
-            limits = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": batch.min_p}
-            processed = truncate(processed, batch.rows.temperature, request, **limits)
+            temperature, min_p = batch.rows.temperature, batch.min_p
+            processed = truncate(
+                processed, temperature, request, top_k=sampling.top_k, top_p=sampling.top_p, min_p=min_p
+            )
         return keep_broken(processed, logits)
 
     def finish_counting(self) -> Verification | None:
