@@ -79,7 +79,7 @@ def run(args: Namespace) -> int:
     """Print a table and a verdict. Returns the exit code; 2, with a line on stderr, for bad input."""
     try:
         rollouts = _read(args)
-        context = float(np.mean([r.prompt_token_ids.size + r.token_ids.size / 2 for r in rollouts]))
+        context = float(np.mean([rollout.mean_context for rollout in rollouts]))
         engine_of(args, context, max(args.requests))  # says what is wrong before anything is simulated
     except (ImportError, OSError, TypeError, ValueError) as error:
         print(f"rollout-spec estimate: {error}", file=sys.stderr)

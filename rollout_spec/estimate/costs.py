@@ -1,7 +1,7 @@
 """What an engine's steps take on a GPU: measured times, or an estimate from the model's and the GPU's sizes.
 
 Scheduling is asynchronous: a step takes little longer than the device, or than the host if that takes longer. Seconds
-unless said otherwise. `experiments/costs/gpus.py` shows estimates beside what was measured.
+unless said otherwise. `experiments/costs/beside_phases.py` shows estimates beside what was measured.
 """
 
 from __future__ import annotations

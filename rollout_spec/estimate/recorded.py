@@ -26,6 +26,7 @@ class Rollout(NamedTuple):
         runs: Lengths of runs of `token_ids`, alternately sampled and given by an environment. Empty: all was sampled.
         seed: Of the noise it was sampled with, where that is known.
         features: int64 [n, FEATURE_WORDS], what the target saw at each token, where that is known.
+        num_prompt_tokens: Of the whole prompt, where `prompt_token_ids` is only its end. 0: it is not.
     """
 
     problem_id: int
@@ -35,6 +36,12 @@ class Rollout(NamedTuple):
     runs: tuple[int, ...] = ()
     seed: int | None = None
     features: Features | None = None
+    num_prompt_tokens: int = 0
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens before those that are decoded, on average."""
+        return max(self.num_prompt_tokens, self.prompt_token_ids.size) + self.token_ids.size / 2
 
 
 def read_rollouts(source: str, tokenizer: Any = None) -> list[Rollout]:
@@ -60,7 +67,13 @@ def read_rollouts(source: str, tokenizer: Any = None) -> list[Rollout]:
         raise ValueError(bad[0] if bad else f"{source}: no rollouts{hint}")
     if bad:
         print(f"{len(bad):,} left out, first {bad[0]}", file=sys.stderr)
-    return [Rollout(k.problem_id, prompt, k.tokens, k.version, features=k.features) for k, prompt in found]
+    return [
+        Rollout(
+            k.problem_id, prompt, k.tokens, k.version, features=k.features,
+            num_prompt_tokens=0 if k.root is None else k.root.length,
+        )
+        for k, prompt in found
+    ]  # fmt: skip
 
 
 def by_problem(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
@@ -78,7 +91,6 @@ class RecordedTarget:
     """
 
     def __init__(self) -> None:
-        self.num_known = np.zeros(0, np.int64)  # [B] tokens of the last step's drafts that had recorded ones
         self._recorded: dict[str, tuple[Rollout, list[int], list[int]]] = {}  # with its tokens and the ends of its runs
         self._num_requests = 0
 
@@ -94,12 +106,11 @@ class RecordedTarget:
         """See `SampleFunction`. Nothing is known after a difference from a draft, and after the end of a run."""
         num_rows = sum(map(len, drafts)) + len(drafts)
         token_ids, features, start = np.full(num_rows, PLACEHOLDER_TOKEN_ID, np.int64), no_features(num_rows), 0
-        self.num_known = np.zeros(len(requests), np.int64)
-        for i, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
+        for request, draft in zip(requests, drafts, strict=True):
             rollout, tokens, ends = self._recorded[request.req_id]
             at = len(request.token_ids) - request.num_prompt_tokens
             known = tokens[at : min(at + len(draft) + 1, ends[bisect_right(ends, at)])]
-            self.num_known[i] = num_known = min(len(known), len(draft))
+            num_known = min(len(known), len(draft))
             same = next((j for j in range(num_known) if known[j] != draft[j]), num_known)
             token_ids[start : start + len(known[: same + 1])] = known[: same + 1]
             if rollout.features is not None:

@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prune = commands.add_parser("prune", help="remove rollouts, the oldest policy versions first")
     prune.add_argument("--max-bytes", type=_num_bytes, metavar="SIZE", help="what may stay, for example 2GB")
     prune.add_argument("--keep-versions", type=_count(1), metavar="N", help="policy versions that stay")
-    prune.add_argument("--dry-run", action="store_true", help="only say what would go")
     for command in (stats, prune):
         command.add_argument("dir", metavar="DIR")
 
@@ -164,6 +163,5 @@ def _prune(args: argparse.Namespace) -> None:
     if args.max_bytes is None and args.keep_versions is None:
         raise ValueError("prune needs --max-bytes or --keep-versions")
     folder, files = _open(args.dir)
-    gone = folder.prune(max_bytes=args.max_bytes, keep_versions=args.keep_versions, dry_run=args.dry_run)
-    said = "would remove" if args.dry_run else "removed"
-    print(f"{said} {len(gone):,} of {len(files):,} files, {sum(file.size for file in gone):,} bytes")
+    gone = folder.prune(max_bytes=args.max_bytes, keep_versions=args.keep_versions)
+    print(f"removed {len(gone):,} of {len(files):,} files, {sum(file.size for file in gone):,} bytes")

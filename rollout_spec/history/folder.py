@@ -19,6 +19,7 @@ import os
 import random
 import re
 import secrets
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,10 @@ after each write, with a probability in proportion to its bytes."""
 S3_OPTIONS = {"max_concurrency": 1, "config_kwargs": {"retries": {"total_max_attempts": 1}}}
 """Of s3fs. With more requests at once it asks for a file's size before it reads it. It tries five times itself, and
 botocore would try each of these five times: a store that throttles would get 25 requests for one."""
+SECONDS_UNFINISHED = 3600
+"""A file that is still half written after so long is what a killed process left."""
 _NAME = re.compile(r"([0-9a-f]{16})/(\d{10})-[0-9a-f]{16}\.parquet")
+_RANDOM = random.Random()  # `random` itself may be what a reward function in this process has seeded
 MAX_SAID = 20
 """Reasons for which files are left out are named up to so many."""
 
@@ -242,7 +246,7 @@ class HistoryFolder:
 
     def prune_by_chance(self, num_bytes: int) -> None:
         """Prune to `max_bytes`, by a chance that grows with the bytes that were written."""
-        if self._max_bytes is not None and random.random() < num_bytes * CHECKS_PER_BOUND / self._max_bytes:
+        if self._max_bytes is not None and _RANDOM.random() < num_bytes * CHECKS_PER_BOUND / self._max_bytes:
             self.prune(max_bytes=self._max_bytes)
 
     def forget(self, problem_id: int) -> None:
@@ -294,13 +298,11 @@ class HistoryFolder:
         self.stats.bytes_read += len(data)
         return decode(data, file.problem_id, file.version, self.origin)
 
-    def prune(
-        self, *, max_bytes: int | None = None, keep_versions: int | None = None, dry_run: bool = False
-    ) -> list[Found]:
+    def prune(self, *, max_bytes: int | None = None, keep_versions: int | None = None) -> list[Found]:
         """Delete files of the oldest policy versions until the others have at most so many bytes, or versions.
 
         Returns:
-            Those that were deleted, or would be. Two processes that prune at once delete the same ones.
+            Those that were deleted. Two processes that prune at once delete the same ones.
         """
         files = sorted(self.files(), reverse=True)
         newest = sorted({file.version for file in files}, reverse=True)[:keep_versions]
@@ -312,12 +314,25 @@ class HistoryFolder:
             kept += 1
         gone = files[kept:]
         # Oldest first: if killed here, the newest stay.
-        paths = [] if dry_run else [file.path for file in reversed(gone)]
+        paths = [file.path for file in reversed(gone)]
         size = 1000 if self.is_remote else 1  # S3 deletes 1,000 files by one request
         for i in range(0, len(paths), size):
             with _raising_os_errors(), contextlib.suppress(FileNotFoundError):  # another process prunes, too
                 self._fs.rm(paths[i : i + size])
+        if gone and not self.is_remote:
+            self._tidy()
         return gone
+
+    def _tidy(self) -> None:
+        """Remove what killed processes left half written, and the folders of problems that have no files any more."""
+        long_ago = time.time() - SECONDS_UNFINISHED
+        for folder in os.scandir(self._root):
+            if re.fullmatch("[0-9a-f]{16}", folder.name):
+                with contextlib.suppress(OSError):  # it has files, or another process is here, too
+                    for entry in os.scandir(folder.path):
+                        if re.fullmatch(r"\.[0-9a-f]{16}", entry.name) and entry.stat().st_mtime < long_ago:
+                            os.unlink(entry.path)
+                    os.rmdir(folder.path)
 
     def _read(self, file: Found) -> list[Rollout]:
         """A file's rollouts; none where it cannot be used, which is said once for each reason."""

@@ -70,6 +70,7 @@ def test_what_a_user_has_is_read(tmp_path, capsys):
     kept = read_rollouts(str(tmp_path / "history"))
     assert [(r.problem_id, r.policy_version) for r in kept] == [(r.problem_id, r.policy_version) for r in rollouts]
     assert [r.features is not None for r in kept] == [True, True, False, False]
+    assert [r.mean_context for r in kept] == [r.mean_context for r in rollouts]  # a folder keeps the prompts' ends
     assert len(by_problem([*rollouts, *kept])) == 1
 
 
@@ -78,14 +79,14 @@ def write_log(path, rows):
     return str(path)
 
 
-def a_log(path, steps=4, prompts=10, group=2, tokens=60):
+def a_log(path, steps=4, prompts=10, group=2):
     """The samples of a prompt are alike, and each prompt comes again in every second step."""
     rng, rows = np.random.default_rng(0), []
-    texts = rng.integers(0, 200, (2, prompts, tokens))
+    texts = rng.integers(0, 200, (2, prompts, 60))
     for step in range(steps):
         for number in range(prompts):
             for _ in range(group):
-                said = np.where(rng.random(tokens) < 0.1, rng.integers(0, 200, tokens), texts[step % 2, number])
+                said = np.where(rng.random(60) < 0.1, rng.integers(0, 200, 60), texts[step % 2, number])
                 rows.append({"prompt_ids": [step % 2, number], "completion_ids": said.tolist(), "step": step})
     return write_log(path, rows)
 

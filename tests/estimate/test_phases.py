@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 pytest.importorskip("pyarrow")
 
-from experiments.traces import read_traces
 from rollout_spec.budget import Budget
 from rollout_spec.drafters import build_drafter
 from rollout_spec.estimate.costs import EngineCost
 from rollout_spec.estimate.phases import simulate, sum_up
-from rollout_spec.estimate.recorded import Rollout, by_problem
+from rollout_spec.estimate.recorded import Rollout
 from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 
 FLAT = EngineCost(np.array([1.0, 2.0]), np.array([1.0, 1.0]))
 STEEP = EngineCost(np.array([1.0, 2.0]), np.array([1.0, 2.0]))
-# Like the demo's policy on a CPU.
-DEMO = EngineCost(np.array([1.0, 16.0, 144.0]), np.array([2.6e-3, 4.8e-3, 7e-3]), 2e-5, 2e-4)
-RECORDED = Path(__file__).parents[2] / "experiments" / "results" / "real_policy" / "rollouts.parquet"
 
 
 def phase_rollouts(num_problems=3, samples=6, tokens=120, seed=0):
@@ -103,27 +97,6 @@ def test_rollouts_of_one_token_take_no_step():
     short = [rollout._replace(token_ids=rollout.token_ids[:1]) for rollout in rollouts]
     assert run(fixed(0), FLAT, short) == []
     assert phase(fixed(4), FLAT, short + rollouts).tokens == 3 + sum(r.token_ids.size for r in rollouts)
-
-
-class Disturbed(Budget):
-    """Is told longer times than the steps took, as where other processes work on the machine."""
-
-    def __init__(self, seed):
-        super().__init__()
-        self._slowdowns = iter(np.exp(np.abs(np.random.default_rng(seed).normal(0, 0.15, 4096))))
-
-    def observe_step(self, num_tokens, seconds, *, draft_seconds=0.0, **kwargs):
-        slow = next(self._slowdowns)
-        super().observe_step(num_tokens, seconds * slow, draft_seconds=draft_seconds * slow, **kwargs)
-
-
-@pytest.mark.parametrize(("batch", "least_speedup"), [(1, 1.3), (16, 1.3), (64, 1.0)])
-def test_first_phases_are_alike(batch, least_speedup):
-    """A new engine, five times with other noise. Fixed K = 8 is slower than no drafts at 16 and 64 requests."""
-    rollouts = [r for p in by_problem(read_traces(RECORDED))[:8] for r in p[:16]][: 16 if batch == 1 else None]
-    phases = [phase(Disturbed(seed), DEMO, rollouts, batch, 8).seconds for seed in range(5)]
-    assert phase(fixed(0), DEMO, rollouts, batch, 8).seconds / max(phases) > least_speedup
-    assert max(phases) / min(phases) < 1.2
 
 
 def test_beyond_its_end_a_curve_goes_on_as_its_upper_half():

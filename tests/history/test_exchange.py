@@ -18,6 +18,7 @@ pytest.importorskip("pyarrow")
 from rollout_spec.history import exchange as module
 from rollout_spec.history.exchange import FolderThread
 from rollout_spec.history.folder import HistoryFolder
+from tests.conftest import wait_until
 from tests.history.made_up import ORIGIN, numbers, rollout
 
 PATIENCE = 60.0
@@ -39,13 +40,6 @@ def threads(tmp_path, monkeypatch):
     yield make
     for thread in made:
         thread.close()
-
-
-def wait_until(is_so):
-    deadline = time.monotonic() + PATIENCE
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def taken(thread, count):

@@ -19,9 +19,10 @@ import s3fs
 from rollout_spec.history import exchange
 from rollout_spec.history.exchange import FolderThread
 from rollout_spec.history.folder import HistoryFolder
+from tests.conftest import wait_until
 from tests.history.made_up import ORIGIN, numbers, rollout
 from tests.history.object_store import ENVIRONMENT, ObjectStore
-from tests.history.test_exchange import taken, wait_until
+from tests.history.test_exchange import taken
 
 URL = "s3://bucket/a run"
 pytestmark = pytest.mark.slow
