@@ -1,11 +1,11 @@
-"""K by the number of requests, from what steps take and from what drafts were right: in place of vLLM's own schedule.
+"""Whether steps have drafts, from what steps take and from what drafts were right: in place of vLLM's own schedule.
 
 All requests of a step are drafted equally many tokens by the device drafter, and vLLM's scheduler looks up how many.
-What it looks up is chosen here: the K with most tokens per second, of those that are allowed. Where vLLM's adaptive
-verification cuts drafts on the device, the question is whether there are any: a step with drafts takes the host longer
-even if all of them are cut. Elsewhere K is one of `step_sizes.affordable_ranges`, for which CUDA graphs are captured.
+What it looks up is chosen here: the most that are allowed or none, whichever gives more tokens per second. Where vLLM's
+adaptive verification cuts drafts on the device, all of them are allowed, but a step with drafts takes the host longer
+even if all are cut. Elsewhere `step_sizes.affordable_ranges` says how many are, by the number of requests.
 
-What a K gives is kept for each number of requests: each request's KV cache is read once, however many tokens it has,
+What drafts give is kept for each number of requests: each request's KV cache is read once, however many tokens it has,
 and of many requests drafts are cut more. One scheduler decides for all ranks of an engine; where each rank has its own
 (`external_launcher`), `hooks.init_scheduler` leaves vLLM's schedule.
 """
@@ -39,9 +39,8 @@ prompts says nothing, a K is tried MOST_TRIALS times."""
 WORTH_IT, SURELY = 1.1, 2.5
 """Whole drafts whose time is not known are made if they give WORTH_IT times the tokens. With SURELY times nothing else
 is tried: on an H100 a step with drafts took the host 1.5 to 2.2 times as long as one without."""
-PATIENCE, LONGEST_PATIENCE = 128, 1024
-"""A K that gives as many tokens per second as the best, or of which too little is known, is tried again after PATIENCE
-steps of about as many requests; one that gives fewer later, by the ratio's fourth power."""
+PATIENCE = 128
+"""The worse K is tried again after so many steps of about as many requests, times how much worse it is, squared."""
 
 
 class MeasuredSchedule:
@@ -57,9 +56,8 @@ class MeasuredSchedule:
     def __init__(self, most: Sequence[int]) -> None:
         self.is_enabled = True
         self._most = list(most)
-        self._ks = sorted(set(self._most) | {0}, reverse=True)
         self._sizes: dict[int, _Size] = {}
-        self._last = _Size(np.full((2, self._ks[0]), PRIOR_TOKENS))  # the one that was asked for last
+        self._last = _Size(np.full((2, max(self._most)), PRIOR_TOKENS))  # the one that was asked for last
         # (when, K of the step after it) of steps that were scheduled and have not been heard of: vLLM schedules one
         # ahead. Some never are, after a fault.
         self._scheduled: deque[tuple[float, int]] = deque(maxlen=2)
@@ -72,32 +70,25 @@ class MeasuredSchedule:
         return k
 
     def choose(self, num_requests: int) -> int:
-        """The K with most tokens per second, or one about which too little is known. O(K)."""
+        """The most draft tokens or none, whichever gives more tokens per second or is too little known. O(K)."""
         most = self._most[num_requests]
         if most == 0 or not self.is_enabled:
             return 0
         size = self._size(num_requests)
         size.num_steps += 1
-        if size.num_left and size.tried <= most:
+        if size.num_left and size.tried in (0, most):
             return size.go_on()
-        tokens = size.tokens()
-        rates = {k: tokens[k] / size.usual_seconds(k) for k in self._ks if k <= most and len(size.seconds[k]) >= ENOUGH}
+        tokens = size.tokens(most)
+        rates = {k: n / size.usual_seconds(k) for k, n in ((most, tokens), (0, 1.0)) if len(size.seconds[k]) >= ENOUGH}
         if most in rates:
             best = max(rates, key=lambda k: rates[k])
         else:
-            best = most if tokens[most] > WORTH_IT else 0
-        tried = [most]
-        if tokens[most] < SURELY:
-            # A step with drafts takes at least as long as one without, of which there are so many per second.
-            steps = rates.get(0, 0.0)
-            tried += [0, *(k for k in self._ks if 0 < k < most and tokens[k] * steps > rates.get(best, 0.0))]
-        for k in tried:
-            if k not in rates and size.num_trials[k] < MOST_TRIALS:
-                return size.begin_trial(k, TRIAL)
+            best = most if tokens > WORTH_IT else 0
         size.last[best] = size.num_steps
-        for k in tried:
-            patience = PATIENCE * (rates[best] / rates[k]) ** 4 if best in rates and k in rates else PATIENCE
-            if size.num_steps - size.last[k] > min(patience, LONGEST_PATIENCE):
+        for k in [most] if tokens >= SURELY else [most, 0]:
+            is_unknown = k not in rates and size.num_trials[k] < MOST_TRIALS
+            times_worse = rates[best] / rates[k] if len(rates) == 2 else 1.0
+            if is_unknown or size.num_steps - size.last[k] > PATIENCE * times_worse**2:
                 is_pause = best == 0 and k == most
                 return size.begin_trial(k, max(TRIAL, TRIED_DRAFTS // num_requests) if is_pause else TRIAL)
         return best
@@ -158,10 +149,10 @@ class _Size:
         self.num_trials, self.last = Counter[int](), Counter[int]()  # of a K; `last`: the step in which it was chosen
         self.seconds: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT_STEPS))
 
-    def tokens(self) -> NDArray[np.float64]:
-        """What each request gets in a step by K, float64 [K + 1]."""
-        drafted, accepted = self.outcomes
-        return np.append(1.0, 1.0 + np.cumsum(np.minimum.accumulate(accepted / drafted)))
+    def tokens(self, k: int) -> float:
+        """What each request gets in a step with K draft tokens."""
+        drafted, accepted = self.outcomes[:, :k]
+        return 1.0 + float(np.minimum.accumulate(accepted / drafted).sum())
 
     def usual_seconds(self, k: int) -> float:
         """What a step with K draft tokens takes, of which some are known. O(RECENT_STEPS log RECENT_STEPS)."""

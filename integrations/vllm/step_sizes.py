@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,10 +20,9 @@ LARGEST = 2048
 CHEAP_TOKENS, CHEAP_TOKENS_A100 = 192, 144
 """Verifying this many tokens takes about as long as reading the weights, at short contexts: see `modes_simulated.jsonl`
 in experiments/results/README.md."""
-UNREAD_EXPERTS, EXPERTS_WEIGHTS = 0.05, 0.5
-"""A mixture of experts has drafts once the requests' own tokens leave at most UNREAD_EXPERTS of the experts unread. If
-a token uses one expert in 16, a step computes 16 EXPERTS_WEIGHTS times as many tokens while it reads the weights: an
-estimate, and a cautious one, as the layers besides the experts make it 0.57 to 0.9 in today's models."""
+EXPERTS_WEIGHTS = 0.5
+"""Where a token uses one expert in 16, a step computes 16 EXPERTS_WEIGHTS times as many tokens while it reads the
+weights: an estimate, and a cautious one, as the layers besides the experts make it 0.57 to 0.9 in today's models."""
 MEASURED_CONTEXT = 512
 """Tokens of context of each token in the steps that vLLM measures for its adaptive verification. With 256 to 1,024 of
 them, a step of more requests took on an A100 what verifying as many draft tokens took (experiments/results/README.md).
@@ -68,7 +66,6 @@ def affordable_ranges(
     graphs for, so that steps are padded little.
 
     A token of a mixture of experts uses few of its weights, so reading takes longer than computing up to more tokens.
-    But a draft token makes a step read further experts, until the requests' own tokens use nearly all of them.
 
     Args:
         max_tokens: Of a step of a dense model.
@@ -77,18 +74,14 @@ def affordable_ranges(
     Returns:
         (first, last, K) of ranges of requests, rising, as vLLM takes them; K of the last one is 0.
     """
-    first = 1
     if share_of_experts < 1:
         max_tokens = int(max_tokens * max(1.0, EXPERTS_WEIGHTS / share_of_experts))
-        first += int(math.log(UNREAD_EXPERTS) / math.log(1 - share_of_experts))
     ks = [(1 << bits) - 1 for bits in range((num_speculative_tokens + 1).bit_length() - 1, 0, -1)]
-    return [*([(1, first - 1, 0)] if first > 1 else []), *ranges_of(ks, max_tokens, first)]
+    return ranges_of(ks, max_tokens)
 
 
-def ranges_of(
-    ks: Sequence[int], max_tokens: int, first: int = 1, most_requests: int = 1 << 31
-) -> list[tuple[int, int, int]]:
-    """The largest K with which a step has at most `max_tokens` tokens, by the number of requests from `first` on.
+def ranges_of(ks: Sequence[int], max_tokens: int, most_requests: int = 1 << 31) -> list[tuple[int, int, int]]:
+    """The largest K with which a step has at most `max_tokens` tokens, by the number of requests.
 
     Args:
         ks: Falling.
@@ -97,7 +90,7 @@ def ranges_of(
     Returns:
         As `affordable_ranges`.
     """
-    ranges = []
+    ranges, first = [], 1
     for k in ks:
         last = min(max_tokens // (k + 1), most_requests)
         if last >= first:
@@ -220,9 +213,9 @@ def _with_steps_of(vllm_config: Any, ks: Sequence[int]) -> Any:
 def _drop_graphs_of_no_step(manager: Any) -> None:
     """Where K follows the number of requests, capture only what some number of requests can replay.
 
-    vLLM would capture every size for each K that occurs. A step may have a lower K than its number of requests allows
-    (`measured_schedule.py`), and a higher one only right after requests have ended, when it runs piecewise. Few
-    requests of a mixture of experts have no drafts at all.
+    vLLM would capture every size for each K that occurs. A step has the K of its number of requests, or no drafts
+    (`measured_schedule.py`). Only right after requests have started or ended it may have another one's; it then runs
+    piecewise.
     """
     from vllm.config import CUDAGraphMode
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
@@ -235,7 +228,7 @@ def _drop_graphs_of_no_step(manager: Any) -> None:
     k_of_batch = build_dynamic_sd_schedule_lookup(ranges, max_num_seqs, speculative.num_speculative_tokens)
     used: dict[int | None, range] = {}  # by tokens per request, sizes that are captured
     for width in {desc.uniform_token_count for desc in whole} - {None}:
-        numbers = [n for n in range(1, max_num_seqs + 1) if k_of_batch[n] >= width - 1]
+        numbers = [n for n in range(1, max_num_seqs + 1) if width - 1 in (k_of_batch[n], 0)]
         if numbers:
             sizes = [desc.num_reqs for desc in whole if desc.uniform_token_count == width]
             largest = min((size for size in sizes if size >= numbers[-1]), default=numbers[-1])

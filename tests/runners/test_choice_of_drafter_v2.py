@@ -98,33 +98,20 @@ def test_draft_tokens_follow_the_batch_size(make, tiny_model):
 
 @given(st.integers(1, 128), st.integers(1, 1024), st.sampled_from([1.0, 2 / 8, 4 / 32, 8 / 128, 4 / 128, 8 / 256]))
 def test_steps_with_drafts_are_affordable(k, max_num_seqs, share):
-    """And those of a mixture of experts read few experts for drafts alone."""
     ranges = step_sizes.affordable_ranges(k, share_of_experts=share)
     of_batch = build_dynamic_sd_schedule_lookup(ranges, max_num_seqs, k)
     sizes = range(1, max_num_seqs + 1)
     tokens = [size * (of_batch[size] + 1) for size in sizes]
     most = step_sizes.CHEAP_TOKENS * max(1, 0.5 / share)
-    assert all(of_batch[size] == 0 or size * (of_batch[size] + 1) <= most for size in sizes)
-    drafted = [size for size in sizes if of_batch[size]]
-    if share == 1:
-        assert drafted[0] == 1
-    assert not drafted or (1 - share) ** drafted[0] <= 0.05
-    if drafted:
-        assert of_batch[drafted[0]] <= max(n for n in (1, 3, 7, 15, 31, 63, 127) if n <= k)
-        assert of_batch[drafted[0] :] == sorted(of_batch[drafted[0] :], reverse=True)
+    counts = [n for n in (127, 63, 31, 15, 7, 3, 1) if n <= k]
+    assert of_batch[1:] == [next((n for n in counts if size * (n + 1) <= most), 0) for size in sizes]
     assert step_sizes.most_tokens(max_num_seqs, ranges) == max(tokens)
     assert step_sizes.most_tokens(max_num_seqs, [(1, 1, k)]) == max_num_seqs * (k + 1)
 
 
 @pytest.mark.parametrize(
     ("num_experts", "used", "share"),
-    [
-        (0, None, 1.0),
-        (128, 8, 1 / 16),
-        (64, [4, 8], 1.0),
-        (64, None, 1.0),
-        (4, 4, 1.0),
-    ],
+    [(0, None, 1.0), (128, 8, 1 / 16), (64, [4, 8], 1.0), (64, None, 1.0), (4, 4, 1.0)],
 )
 def test_a_schedule_for_a_mixture_of_experts(make, monkeypatch, num_experts, used, share):
     model = SimpleNamespace(
@@ -138,8 +125,4 @@ def test_a_schedule_for_a_mixture_of_experts(make, monkeypatch, num_experts, use
 
 def test_ranges_are_said_in_words():
     said = engine_config.shown_ranges(step_sizes.affordable_ranges(8, share_of_experts=1 / 16))
-    assert (
-        said == "0 from 1 request on, 7 from 47 requests on, 3 from 193 requests on, 1 from 385 requests on, "
-        "0 from 769 requests on"
-    )
-    assert step_sizes.affordable_ranges(1, share_of_experts=0.97)[0][0] == 1
+    assert said == "7 from 1 request on, 3 from 193 requests on, 1 from 385 requests on, 0 from 769 requests on"

@@ -40,7 +40,7 @@ def captured(tiny_model, monkeypatch):
     monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: rank)
     monkeypatch.setattr(type(cudagraph_utils.current_platform), "get_global_graph_pool", lambda self: None)
 
-    def manager_of(options, support, additional="ALWAYS", becomes=CUDAGraphMode.FULL_AND_PIECEWISE, **kwargs):
+    def manager_of(options, support, additional="ALWAYS", **kwargs):
         config = config_as_on_a_gpu(tiny_model, options, **kwargs)
         ranges = getattr(config.speculative_config, "num_speculative_tokens_per_batch_size", None)
         # What the device could replay counts, not what a CPU can.
@@ -59,13 +59,9 @@ def captured(tiny_model, monkeypatch):
             if cuts and support != "ALWAYS":
                 raise ValueError("vLLM says so")
             runner.adaptive_verification = "vLLM's" if cuts else None
-            config.compilation_config.cudagraph_mode = becomes
+            mode = config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
             runner.cudagraph_manager = cudagraph_utils.ModelCudaGraphManager(
-                config,
-                torch.device("cpu"),
-                becomes,
-                decode_query_len=width,
-                varlen_decode=cuts,
+                config, torch.device("cpu"), mode, decode_query_len=width, varlen_decode=cuts
             )
 
         hooks.initialize_kv_cache_v2(initialize_kv_cache, runner)
@@ -124,8 +120,7 @@ def test_a_whole_graph_serves_every_step_of_equal_drafts(captured, monkeypatch, 
     of_batch = build_dynamic_sd_schedule_lookup(ranges, max_num_seqs, k)
     whole, replayed = manager._capture_descs[CUDAGraphMode.FULL], set()
     for num_requests in range(1, max_num_seqs + 1):
-        of_device = [width for width in (1, 2, 4, 8, 16) if width <= of_batch[num_requests] + 1]
-        for width in (1, k + 1) if drafter == "history" else of_device:
+        for width in {1, 1 + (k if drafter == "history" else of_batch[num_requests])}:
             num_tokens = num_requests * width
             largest = max(desc.num_tokens for desc in whole if desc.uniform_token_count == width)
             if num_tokens > largest:
@@ -153,12 +148,3 @@ def test_where_vllm_cuts_drafts_one_graph_serves_all_lengths(captured, monkeypat
             found = manager.dispatch(num_requests, num_tokens, None, 0, max_query_len=k + 1)
             assert found.cg_mode == CUDAGraphMode.FULL
             assert num_tokens <= found.num_tokens < num_tokens + 16
-
-
-@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_DECODE_ONLY"])
-def test_it_is_said_that_no_whole_steps_are_captured(captured, monkeypatch, mode):
-    """vLLM drops the graphs of whole steps if attention cannot take several tokens per request in them."""
-    said = []
-    monkeypatch.setattr(hooks, "say", said.append)
-    captured.manager_of(K4, "UNIFORM_SINGLE_TOKEN_DECODE", becomes=CUDAGraphMode[mode])
-    assert any("attention backend" in sentence for sentence in said) == (mode == "PIECEWISE")

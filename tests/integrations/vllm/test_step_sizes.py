@@ -65,19 +65,6 @@ def vllm_config(tiny_model):
     return functools.partial(config_as_on_a_gpu, tiny_model)
 
 
-@pytest.mark.parametrize(
-    ("k", "expected"),
-    [
-        (1, [(1, 96, 1), (97, 97, 0)]),
-        (3, [(1, 48, 3), (49, 96, 1), (97, 97, 0)]),
-        (7, [(1, 24, 7), (25, 48, 3), (49, 96, 1), (97, 97, 0)]),
-        (8, [(1, 24, 7), (25, 48, 3), (49, 96, 1), (97, 97, 0)]),
-    ],
-)
-def test_steps_of_few_tokens_have_drafts(k, expected):
-    assert step_sizes.affordable_ranges(k) == expected
-
-
 def test_an_engine_with_drafts_captures_larger_graphs(vllm_config, remarks):
     config = vllm_config(engine_kwargs(num_speculative_tokens=8))
     compilation = config.compilation_config
