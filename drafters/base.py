@@ -40,10 +40,10 @@ class Drafter(Protocol):
             seed: Of the request's noise (see `rollout_spec.noise`), 64 bits. None: the noise does not exist or is not
                 known, as for greedy requests and most recordings; the drafter then proposes what is most probable.
 
-        A drafter is given two more keywords if its signature names them. `num_known` (int): how many of the prompt's
-        first tokens the problem's history has from earlier turns. `own_only` (bool): it is
-        drafted from its own text alone, and nothing else from that. A drafter that does not take it gets a problem id
-        that no other request has instead, and is told not to keep the rollout.
+        Two more keywords are passed to drafters whose signature names them. `num_known` (int): how many of the
+        prompt's first tokens the problem's history holds already, from earlier turns. `own_only` (bool): draft this
+        request from its own text alone, and no other request from it. Instead of `own_only` other drafters get a
+        problem id that no other request has, and are told not to keep the rollout.
 
         Raises:
             ValueError: `req_id` is live already, a token is negative, or `seed` does not fit in 64 bits.

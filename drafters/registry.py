@@ -159,10 +159,7 @@ def build_drafter(name: str, /, **arguments: Any) -> Drafter:
 
 
 def _check_names(name: str, factory: Any, arguments: Mapping[str, Any]) -> None:
-    try:
-        signature = inspect.signature(factory)
-    except ValueError:  # a class in C that does not say
-        return
+    signature = inspect.signature(factory)
     try:
         signature.bind(**arguments)
     except TypeError as error:

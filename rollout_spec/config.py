@@ -10,13 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from rollout_spec import checks
-from rollout_spec.drafters.registry import (
-    check_keeps_history,
-    check_name,
-    check_options,
-    has_options,
-    runs_on_device,
-)
+from rollout_spec.drafters import registry
 from rollout_spec.history.folder import open_folder
 from rollout_spec.imports import install
 from rollout_spec.types import VerifyMethod
@@ -87,7 +81,7 @@ class RolloutSpecConfig:
         if not isinstance(self.drafter, str):
             raise TypeError(f"drafter must be a name or a dotted path, got {checks.shown(self.drafter)}")
         if self.drafter != AUTO:
-            check_name(self.drafter)
+            registry.check_name(self.drafter)
         self._set(
             drafter=str(self.drafter),
             drafter_options=checks.plain("drafter_options", self.drafter_options),
@@ -118,7 +112,7 @@ class RolloutSpecConfig:
         if None in map(importlib.util.find_spec, ("pyarrow", "fsspec")):
             raise ValueError(f"history_dir needs pyarrow and fsspec: {install('history')}")
         if self.drafter != AUTO:
-            check_keeps_history(self.drafter)
+            registry.check_keeps_history(self.drafter)
         open_folder(path)
 
     def _check_model(self, model: Any) -> None:
@@ -153,19 +147,19 @@ class RolloutSpecConfig:
     @property
     def drafts_on_host(self) -> bool:
         """Whether drafts are made on the host, which needs each step's tokens there."""
-        return self.speculation and not runs_on_device(self.drafter)
+        return self.speculation and not registry.runs_on_device(self.drafter)
 
     @property
     def drafts_on_device(self) -> bool:
         """Whether drafts are made on the device."""
-        return self.speculation and runs_on_device(self.drafter)
+        return self.speculation and registry.runs_on_device(self.drafter)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], *, beside: Sequence[str] = ()) -> RolloutSpecConfig:
+    def from_dict(cls, values: Mapping[str, Any], *, also_known: Sequence[str] = ()) -> RolloutSpecConfig:
         """Build from plain data, as found in `additional_config["rollout_spec"]`. An unknown key is a ValueError.
 
         Args:
-            beside: Keys that the caller has taken out of `values`, which the error names, too.
+            also_known: Keys that the caller has taken out of `values`, which the error names, too.
         """
         if not isinstance(values, Mapping):
             raise TypeError(
@@ -175,7 +169,7 @@ class RolloutSpecConfig:
         known = [f.name for f in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
-                hint, names = checks.did_you_mean(key, [*known, *beside]), ", ".join([*known, *beside])
+                hint, names = checks.did_you_mean(key, [*known, *also_known]), ", ".join([*known, *also_known])
                 raise ValueError(f"unknown rollout_spec config key {key!r}{hint}. Known keys: {names}")
         return cls(**values)
 
@@ -195,18 +189,15 @@ class RolloutSpecConfig:
         fault = plugin_fault()
         if fault is not None:
             raise ValueError(fault)
-        drafter, options = self.drafter, self.drafter_options
-        if drafter == AUTO:
-            drafter = "device" if has_options("device", options) and not has_options("history", options) else "history"
-        if self.speculation:
-            check_options(drafter, options)
         kwargs: dict[str, Any] = {"additional_config": {CONFIG_KEY: self.to_dict()}}
-        if self.speculation:
-            method: dict[str, Any] = {"method": "custom_class", "model": PROPOSER_PATH}
-            if self.speculative_config is not None:
-                method = dict(self.speculative_config)
-            kwargs["speculative_config"] = {**method, "num_speculative_tokens": self.max_draft_tokens}
-        return kwargs
+        if not self.speculation:
+            return kwargs
+        drafter, options = self.drafter, self.drafter_options
+        if drafter == AUTO:  # the one that has these options
+            drafter = next((name for name in ("history", "device") if registry.has_options(name, options)), "history")
+        registry.check_options(drafter, options)
+        method = self.speculative_config or {"method": "custom_class", "model": PROPOSER_PATH}
+        return {**kwargs, "speculative_config": {**method, "num_speculative_tokens": self.max_draft_tokens}}
 
 
 def plugin_fault() -> str | None:

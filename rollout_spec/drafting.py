@@ -18,7 +18,7 @@ from rollout_spec.drafters.batch import as_batch_drafter
 from rollout_spec.drafters.host import step
 from rollout_spec.drafters.host.requests import UNLIMITED
 from rollout_spec.drafters.host.step import Learned, Sampled, StepOptions
-from rollout_spec.drafters.model.choice import DraftChoice, ModelDrafts, no_model_drafts
+from rollout_spec.drafters.model.choice import DraftChoice, ModelDrafts
 from rollout_spec.types import Drafts
 
 NO_COST = np.zeros(0)
@@ -84,12 +84,7 @@ class Drafting:
         return learned
 
     def draft(
-        self,
-        rows: NDArray[np.int64],
-        room: NDArray[np.int64],
-        *,
-        num_tokens: int,
-        model: ModelDrafts | None = None,
+        self, rows: NDArray[np.int64], room: NDArray[np.int64], *, num_tokens: int, model: ModelDrafts | None = None
     ) -> Drafts:
         """Draft for the next step, where that pays.
 
@@ -116,9 +111,10 @@ class Drafting:
             rows, room = rows[chosen], room[chosen]
         self.drafter.propose_rows(rows, room)
         if self.choice is not None:
-            theirs = no_model_drafts(rows.size)
             if model is not None:
                 theirs = ModelDrafts(model.token_ids[chosen], model.probabilities[chosen])
+            else:  # it did not run in this step
+                theirs = ModelDrafts(np.zeros((rows.size, 0), np.int32), np.zeros((rows.size, 0), np.float32))
             some = self.choice.choose(self.drafter.table, rows, room, theirs)
             if self._continues and some.size:
                 drafter: Any = self.drafter

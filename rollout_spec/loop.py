@@ -79,7 +79,6 @@ class Decoder:
     Attributes:
         live: The requests that are not complete, in the order in which they started.
         drafting: The drafter and its budget.
-        index_seconds: How long the drafter has taken for everything but drafts.
 
     Args:
         sample: The target.
@@ -100,7 +99,6 @@ class Decoder:
             drafter, num_speculative_tokens, max_model_len=UNLIMITED, vocab_size=UNLIMITED, budget=budget
         )
         self.live: list[RequestState] = []
-        self.index_seconds = 0.0
         self._sample, self._knows_noise = sample, knows_noise
         self._wants_features = bool(getattr(self.drafting.drafter, "wants_features", False))
         self._room: dict[str, int] = {}  # see `Learned`
@@ -111,12 +109,11 @@ class Decoder:
         Raises:
             FloatingPointError: as `step`.
         """
-        started, drafter, r = time.perf_counter(), self.drafting.drafter, request
+        drafter, r = self.drafting.drafter, request
         seed = r.seed if self._knows_noise and r.temperature > 0 else None
         drafter.start_request(r.req_id, r.token_ids[: r.num_prompt_tokens], problem_id=r.problem_id, seed=seed)
         stops = [] if r.stop_token_id is None else [r.stop_token_id]
         drafter.table.limit(drafter.row_of(r.req_id), max_tokens=r.max_tokens, min_tokens=0, stop_token_ids=stops)
-        self.index_seconds += time.perf_counter() - started
         self.live.append(r)
         self._room[r.req_id] = 0
         self._advance([r], [[]])
@@ -151,7 +148,7 @@ class Decoder:
 
         # 4. Learn: what became of the drafts, and the tokens up to each request's end.
         rows, first = self._rows(requests), np.array([len(r.token_ids) for r in requests])
-        started, drafting = time.perf_counter(), self.drafting
+        drafting = self.drafting
         learned = drafting.learn(
             Sampled(
                 rows, np.arange(size), output, first, (first + emitted).astype(np.int32), drafted, emitted - 1, starts,
@@ -159,7 +156,6 @@ class Decoder:
             ),
             targets.token_ids if drafting.wants_rejected_targets else None,
         )  # fmt: skip
-        self.index_seconds += time.perf_counter() - started
         table = drafting.drafter.table.arrays
         kept, is_complete = (table.num_tokens[rows] - first).tolist(), table.is_complete[rows].tolist()
         for i, request in enumerate(requests):
@@ -183,20 +179,17 @@ class Decoder:
 
     def extend(self, request: RequestState, token_ids: Tokens, features: Features | None = None) -> None:
         """Append tokens to a live request that were not sampled in a step, such as an environment's answer."""
-        started, drafter = time.perf_counter(), self.drafting.drafter
+        drafter = self.drafting.drafter
         if features is not None and self._wants_features:
             extend: Any = drafter.extend
             extend(request.req_id, token_ids, features)
         else:
             drafter.extend(request.req_id, token_ids)
-        self.index_seconds += time.perf_counter() - started
         request.token_ids.extend(map(int, token_ids))
 
     def stop(self, request: RequestState, *, keep: bool = True) -> None:
         """End a live request. `keep`: as for `Drafter.stop_request`."""
-        started = time.perf_counter()
         self.drafting.drafter.stop_request(request.req_id, keep=keep)
-        self.index_seconds += time.perf_counter() - started
         self.live.remove(request)
         del self._room[request.req_id]
 

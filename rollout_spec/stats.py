@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 REPORT_FORMAT = 4  # version of the reports that `rollout-spec doctor` reads
 
@@ -26,7 +26,6 @@ class SpeculationStats:
             stop string always does.
         drafter_errors: Exceptions that the drafter raised; the first one switches it off.
         draft_seconds: Time on the host for learning outcomes, drafting, and deciding how much is verified.
-        index_seconds: Time on the host for indexing what was sampled while the device computed.
         forward_seconds, verify_seconds: Time of the target's forward passes and of verification, on the device.
         step_seconds: Time of whole steps, scheduling included; 0 without a drafter on the host, which sees them end.
         drafted_per_position, accepted_per_position: Verified and accepted tokens by position in the draft.
@@ -40,7 +39,6 @@ class SpeculationStats:
     emitted_tokens: int = 0
     drafter_errors: int = 0
     draft_seconds: float = 0.0
-    index_seconds: float = 0.0
     forward_seconds: float = 0.0
     verify_seconds: float = 0.0
     step_seconds: float = 0.0
@@ -64,13 +62,13 @@ class SpeculationStats:
 
     def record(self, num_draft_tokens: ArrayLike, num_accepted: ArrayLike) -> None:
         """Count one step's outcome: integers [B], one entry per request that our verifier sampled."""
-        drafted, accepted = (np.asarray(values).tolist() for values in (num_draft_tokens, num_accepted))
+        drafted, accepted = np.asarray(num_draft_tokens), np.asarray(num_accepted)
         self.steps += 1
-        self.request_steps += len(drafted)
-        self.num_drafts += len(drafted) - drafted.count(0)
-        self.draft_tokens += sum(drafted)
-        self.accepted_tokens += sum(accepted)
-        self.emitted_tokens += sum(accepted) + len(accepted)
+        self.request_steps += drafted.size
+        self.num_drafts += int(np.count_nonzero(drafted))
+        self.draft_tokens += int(drafted.sum())
+        self.accepted_tokens += int(accepted.sum())
+        self.emitted_tokens += int(accepted.sum()) + accepted.size
         _add_positions(self.drafted_per_position, drafted)
         _add_positions(self.accepted_per_position, accepted)
 
@@ -90,16 +88,12 @@ class SpeculationStats:
         }
 
 
-def _add_positions(counts: list[int], lengths: list[int]) -> None:
-    """Add to the j-th count how many of the lengths are above j. Plain Python is faster for a few requests."""
-    of_length = [0] * (max(lengths, default=0) + 1)
-    for length in lengths:
-        of_length[length] += 1
-    counts.extend([0] * (len(of_length) - 1 - len(counts)))
-    longer = 0
-    for position in range(len(of_length) - 2, -1, -1):
-        longer += of_length[position + 1]
-        counts[position] += longer
+def _add_positions(counts: list[int], lengths: NDArray[np.integer]) -> None:
+    """Add to the j-th count how many of the lengths are above j."""
+    longest = int(lengths.max(initial=0))
+    counts.extend([0] * (longest - len(counts)))
+    for position in range(longest):
+        counts[position] += int(np.count_nonzero(lengths > position))
 
 
 def _difference(later: Any, earlier: Any) -> Any:

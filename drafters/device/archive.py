@@ -22,11 +22,6 @@ class Ranges:
     def __init__(self, size: int) -> None:
         self.gaps: list[tuple[int, int]] = [(0, size)] if size else []
 
-    @property
-    def num_free(self) -> int:
-        """Free elements."""
-        return sum(size for _, size in self.gaps)
-
     def allocate(self, size: int) -> int | None:
         """Take a range of this size and return its first element; None if no gap is large enough."""
         for i, (start, free) in enumerate(self.gaps):

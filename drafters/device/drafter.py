@@ -200,8 +200,8 @@ class DeviceDrafter:
         )
         num_drafted = new(max_requests, dtype=torch.int32, device=device)
         drafted = new(max_requests, max_draft_tokens, dtype=torch.int32, device=device)
-        self._last_drafts = kernels.Drafts(num_drafted, drafted, torch.zeros_like(drafted))
-        self._continued: dict[int, kernels.Drafts] = {}  # the same of `continue_drafts`, by the tokens given
+        self._last_drafts = kernels.LastDrafts(num_drafted, drafted, torch.zeros_like(drafted))
+        self._continued: dict[int, kernels.LastDrafts] = {}  # the same of `continue_drafts`, by the tokens given
         self._counts = new(CELLS, 2, dtype=torch.int32, device=device)
         self._by_source = new(len(SOURCES), 2, dtype=torch.int64, device=device)
 
@@ -521,7 +521,7 @@ class DeviceDrafter:
         kernels.extend(slots, all_token_ids, total_len, *known, features, first_rows, num_sampled)
 
     def _draft(
-        self, slots: Tensor, wanted: Tensor, seeds: Tensor, temperature: Tensor, last_drafts: kernels.Drafts
+        self, slots: Tensor, wanted: Tensor, seeds: Tensor, temperature: Tensor, last_drafts: kernels.LastDrafts
     ) -> tuple[Tensor, Tensor]:
         keys, found = kernels.scan(slots, wanted, self._texts)
         arguments = slots, keys, found, self._texts, seeds, temperature, self._counts, last_drafts
@@ -548,7 +548,7 @@ class DeviceDrafter:
         scratch = self._continued.get(num_given)
         if scratch is None:
             num_drafted, *others = (torch.zeros_like(tensor) for tensor in self._last_drafts)
-            scratch = kernels.Drafts(num_drafted, *(tensor[:, num_given:].contiguous() for tensor in others))
+            scratch = kernels.LastDrafts(num_drafted, *(tensor[:, num_given:].contiguous() for tensor in others))
             self._continued[num_given] = scratch
         lengthened = torch.empty_like(wanted)
         arguments = slots, wanted, token_ids, self._texts

@@ -115,7 +115,7 @@ class Texts(NamedTuple):
         return self.tokens, self.documents, self.features
 
 
-class Drafts(NamedTuple):
+class LastDrafts(NamedTuple):
     """The last drafts of all slots."""
 
     lengths: Tensor
@@ -167,9 +167,9 @@ def _extend_kernel(
     total_len_ptr,  # int32 [R]: how many there are
     text_ptr,  # `Texts.tokens`
     documents_ptr,  # `Texts.documents`
-    num_drafted_ptr,  # `Drafts.lengths`
-    drafted_ptr,  # `Drafts.tokens`
-    cells_ptr,  # `Drafts.cells`
+    num_drafted_ptr,  # `LastDrafts.lengths`
+    drafted_ptr,  # `LastDrafts.tokens`
+    cells_ptr,  # `LastDrafts.cells`
     counts_ptr,  # int32 [cells, 2]: trials and hits
     by_source_ptr,  # int64 [NUM_SOURCES, 2]; only for reports, so never halved
     features_ptr,  # `Texts.features`
@@ -587,9 +587,9 @@ def _draft_kernel(
     seeds_ptr,  # int64 [R]
     temperature_ptr,  # float32 [R]
     counts_ptr,  # int32, see `_extend_kernel`
-    num_drafted_ptr,  # `Drafts.lengths`, written
-    drafted_ptr,  # `Drafts.tokens`, written
-    cells_ptr,  # `Drafts.cells`, written
+    num_drafted_ptr,  # `LastDrafts.lengths`, written
+    drafted_ptr,  # `LastDrafts.tokens`, written
+    cells_ptr,  # `LastDrafts.cells`, written
     output_ptr,  # int64 [B, K], written: the drafts; positions without one repeat the last token
     rates_ptr,  # float32 [B, K], written
     FEATURES: tl.constexpr,  # whether they are kept
@@ -769,7 +769,7 @@ def extend(
     all_token_ids: Tensor,
     total_len: Tensor,
     texts: Texts,
-    last: Drafts,
+    last: LastDrafts,
     counts: Tensor,
     by_source: Tensor,
     new_features: Tensor | None,
@@ -879,7 +879,7 @@ def draft(
     seeds: Tensor,
     temperature: Tensor,
     counts: Tensor,
-    last: Drafts,
+    last: LastDrafts,
     *,
     use_noise: bool,
 ) -> tuple[Tensor, Tensor]:

@@ -47,13 +47,7 @@ from rollout_spec.drafters.host.store import (
 )
 from rollout_spec.drafters.host.threads import MAX_THREADS, share_out, usable_threads
 from rollout_spec.drafters.host.voting import Calibration, new_scratch
-from rollout_spec.features.format import (
-    SIGNATURE_BITS,
-    Features,
-    check_features,
-    decoded_probabilities,
-    no_features,
-)
+from rollout_spec.features.format import SIGNATURE_BITS, Features, check_features, decoded_probabilities, no_features
 from rollout_spec.history.rollout import Rollout
 from rollout_spec.jit.compiler import by_reference
 from rollout_spec.types import Draft, Int32Array
@@ -163,11 +157,10 @@ class HistoryDrafter:
         self._index = Index(suffix.new_tree(), suffix.new_tree(), ngram.new_buckets(1024 if index == "ngram" else 1))
         self._pool = new_pool(POOL_ENTRIES if lookahead else 1)
         self._calibration = Calibration(
-            counts=np.zeros((constants.CELLS, 2), np.float32),
-            by_source=np.zeros((len(SOURCES), 2), np.int64),
+            counts=np.zeros((constants.CELLS, 2), np.float32), by_source=np.zeros((len(SOURCES), 2), np.int64)
         )
         self.table = RequestTable(max_draft_tokens)
-        self._referenced = self._known()
+        self._referenced = self._state()
         self._reference = by_reference(self._referenced)
         self._num_threads = usable_threads() if num_threads is None else num_threads
         self._scratch = [by_reference(new_scratch(max_draft_tokens)) for _ in range(self._num_threads)]
@@ -277,11 +270,10 @@ class HistoryDrafter:
     def learn_step(self, sampled: Sampled, targets: NDArray[np.int64] | None, options: StepOptions) -> Learned:
         if sampled.features.size:
             check_features(sampled.features, sampled.features.shape[0])
-        if self._unindexed:  # prompts before the tokens that were sampled meanwhile
-            self.update_index()
+        self.update_index()  # prompts before the tokens that were sampled meanwhile
         if targets is not None:
             text = np.empty(LOOKAHEAD_ORDER + self._max_draft_tokens, np.int32)
-            step.remember_rejected(self.table.arrays, self._known(), sampled, targets, text)
+            step.remember_rejected(self.table.arrays, self._state(), sampled, targets, text)
         learned = self._learn(sampled, options)
         self._drop_oldest()
         return learned
@@ -292,7 +284,7 @@ class HistoryDrafter:
         room = np.empty(sampled.rows.size, np.int64)
         for _ in range(2):
             *counts, num_new, had_room = step.learn(
-                self.table.reference, self._known_by_reference(), options, sampled, self._window, room
+                self.table.reference, self._state_by_reference(), options, sampled, self._window, room
             )
             if had_room:
                 break
@@ -305,12 +297,12 @@ class HistoryDrafter:
             self._num_unindexed += num_new
         return Learned(room, *counts)
 
-    def _known(self) -> HistoryState:
+    def _state(self) -> HistoryState:
         """All that is known, for compiled functions."""
         return HistoryState(self._store.arrays, self._index, self._pool, self._settings, self._calibration)
 
-    def _known_by_reference(self) -> Any:
-        now, last = self._known(), self._referenced
+    def _state_by_reference(self) -> Any:
+        now, last = self._state(), self._referenced
         if now.store is not last.store or now.lookup is not last.lookup:  # an array has grown
             self._referenced, self._reference = now, by_reference(now)
         return self._reference
@@ -319,7 +311,7 @@ class HistoryDrafter:
         if self._num_unindexed == 0:
             return
         self._reserve_index(self._num_unindexed, self._store.num_tokens)
-        step.index_documents(self._known(), np.concatenate(self._unindexed), self._window)
+        step.index_documents(self._state(), np.concatenate(self._unindexed), self._window)
         self._unindexed, self._num_unindexed = [], 0  # not before: without room for all it can be tried again
 
     def _reserve_index(self, num_new: int, num_tokens: int) -> None:
@@ -350,7 +342,7 @@ class HistoryDrafter:
         self._propose(rows, room, continues=True)
 
     def _propose(self, rows: NDArray[np.int64], room: NDArray[np.int64], *, continues: bool) -> None:
-        requests, known = self.table.reference, self._known_by_reference()
+        requests, known = self.table.reference, self._state_by_reference()
 
         def propose_part(part: int, start: int, end: int) -> None:
             step.propose(requests, known, rows[start:end], room[start:end], continues, self._scratch[part])
@@ -362,9 +354,9 @@ class HistoryDrafter:
         keep = checks.switch("keep", keep) and not is_private(live.problem)
         del self._live[req_id]
         self.table.stop(live.row)
-        if keep and self._recorded is not None:
-            self._record(live)
         if keep:
+            if self._recorded is not None:
+                self._record(live)
             self._finished.append(live)
         else:
             self._flush()
@@ -550,8 +542,7 @@ class HistoryDrafter:
             known = np.concatenate([no_features(r.tokens.size) if r.features is None else r.features for r in rollouts])
         starts = np.cumsum([0, *(rollout.tokens.size for rollout in rollouts)])
         self._append(np.array(documents), np.concatenate([rollout.tokens for rollout in rollouts]), starts, known)
-        self.update_index()
-        self._drop_oldest()
+        self._flush()
 
     def _append(
         self,
@@ -571,7 +562,7 @@ class HistoryDrafter:
             self._store.keep_features()
         # A piece takes at most one page more than its tokens fill.
         self._store.reserve(tokens.size // PAGE_TOKENS + documents.size)
-        append_batch(self._known(), documents, tokens, starts, NO_FEATURES if features is None else features)
+        append_batch(self._state(), documents, tokens, starts, NO_FEATURES if features is None else features)
         if is_indexed:
             self._unindexed.append(documents)
             self._num_unindexed += tokens.size
@@ -606,7 +597,7 @@ class HistoryDrafter:
                 del self._problems[problem_id]
 
     def _remove_document(self, document: int) -> None:
-        remove_document(self._known(), document, self._window)
+        remove_document(self._state(), document, self._window)
         self._store.release(document)
 
 

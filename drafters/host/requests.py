@@ -12,10 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.jit.compiler import by_reference
-from rollout_spec.types import Float32Array, Int32Array
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Float32Array, Int32Array
 
-NO_TOKEN = -1
-"""Fills `stop_token_ids` of requests that have fewer than others, and drafts of a model after their end."""
 UNLIMITED = 1 << 31
 """Output tokens, where nothing bounds them."""
 
@@ -37,7 +35,7 @@ class Requests(NamedTuple):
     num_tokens: NDArray[np.int64]  # [R] of prompt and output, as far as they were learned
     max_tokens: NDArray[np.int64]  # [R] output tokens after which the request ends
     min_tokens: NDArray[np.int64]  # [R] output tokens before which no stop token ends it
-    stop_token_ids: Int32Array  # [R, S] the end-of-sequence token among them, then NO_TOKEN
+    stop_token_ids: Int32Array  # [R, S] the end-of-sequence token among them, then placeholders
     is_complete: NDArray[np.bool_]  # [R] whether the last token has been sampled; the engine notices a step later
     seed: NDArray[np.int64]  # [R] of the noise
     has_seed: NDArray[np.bool_]  # [R] whether the target's noise is known
@@ -45,7 +43,7 @@ class Requests(NamedTuple):
     document: NDArray[np.int64]  # [R] the output's number in the text store
     history: HistoryDrafts  # what history drafted for the step that is running
     continued: HistoryDrafts  # how it goes on after the model's draft, where that one is verified
-    model_tokens: Int32Array  # [R, K] what the model drafted, then NO_TOKEN
+    model_tokens: Int32Array  # [R, K] what the model drafted, then placeholders
     model_cells: Int32Array  # [R, K] index into the rates of the model's drafts
     is_model: NDArray[np.bool_]  # [R] whether the model's draft is verified
     num_offered: NDArray[np.int64]  # [R] the last draft's tokens before the budget cut it
@@ -77,12 +75,12 @@ class RequestTable:
             self._free = list(range(2 * size - 1, size - 1, -1))
         row, arrays = self._free.pop(), self.arrays
         arrays.num_prompt_tokens[row] = arrays.num_tokens[row] = num_prompt_tokens
-        arrays.max_tokens[row], arrays.min_tokens[row], arrays.stop_token_ids[row] = UNLIMITED, 0, NO_TOKEN
+        arrays.max_tokens[row], arrays.min_tokens[row], arrays.stop_token_ids[row] = UNLIMITED, 0, PLACEHOLDER_TOKEN_ID
         arrays.seed[row], arrays.has_seed[row] = 0 if seed is None else seed, seed is not None
         arrays.is_complete[row], arrays.is_sampled[row], arrays.document[row] = False, seed is not None, document
         for drafts in (arrays.history, arrays.continued):
             drafts.lengths[row], drafts.num_given[row] = 0, 0
-        arrays.model_tokens[row], arrays.is_model[row], arrays.num_offered[row] = NO_TOKEN, False, 0
+        arrays.model_tokens[row], arrays.is_model[row], arrays.num_offered[row] = PLACEHOLDER_TOKEN_ID, False, 0
         return row
 
     def stop(self, row: int) -> None:
@@ -136,7 +134,7 @@ def _new_requests(num_rows: int, num_stops: int, k: int) -> Requests:
         num_tokens=zeros(np.int64),
         max_tokens=zeros(np.int64),
         min_tokens=zeros(np.int64),
-        stop_token_ids=zeros(np.int32, num_stops) + np.int32(NO_TOKEN),
+        stop_token_ids=zeros(np.int32, num_stops) + np.int32(PLACEHOLDER_TOKEN_ID),
         is_complete=zeros(np.bool_),
         seed=zeros(np.int64),
         has_seed=zeros(np.bool_),
@@ -144,7 +142,7 @@ def _new_requests(num_rows: int, num_stops: int, k: int) -> Requests:
         document=zeros(np.int64),
         history=drafts(),
         continued=drafts(),
-        model_tokens=zeros(np.int32, k) + np.int32(NO_TOKEN),
+        model_tokens=zeros(np.int32, k) + np.int32(PLACEHOLDER_TOKEN_ID),
         model_cells=zeros(np.int32, k),
         is_model=zeros(np.bool_),
         num_offered=zeros(np.int64),

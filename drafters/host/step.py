@@ -95,7 +95,7 @@ class StepOptions(NamedTuple):
     max_draft_tokens: int
     max_model_len: int
     index_now: bool  # whether tokens are indexed as they are learned
-    model: NDArray[np.float64]  # `DraftChoice.counts`, of length 0 where there is no model
+    model_counts: NDArray[np.float64]  # `DraftChoice.counts`, of length 0 where there is no model
 
 
 class Learned(NamedTuple):
@@ -221,8 +221,8 @@ def _learn(requests, history, options, sampled, window, room):
             expected += least
         num_right += max(min(num_accepted, num_judged), 0)
         size = _num_kept(requests, row, tokens, first, num_new)
-        if size > 0 and options.model.shape[0] > 0:
-            _grade_model(requests, row, tokens, first, size, options.model)
+        if size > 0 and options.model_counts.shape[0] > 0:
+            _grade_model(requests, row, tokens, first, size, options.model_counts)
         if history is not None and size > 0:
             _grade(requests.history, history.calibration, row, tokens, first, size)
             _grade(requests.continued, history.calibration, row, tokens, first, size)
@@ -379,18 +379,7 @@ TOO_LONG, BAD_TOKEN, BAD_CONFIDENCE = range(1, 4)
 
 
 @njit
-def decide(
-    requests,
-    rows,
-    room,
-    chosen,
-    vocab_size,
-    trust,
-    value,
-    cost,
-    token_ids,
-    lengths,
-):
+def decide(requests, rows, room, chosen, vocab_size, trust, value, cost, token_ids, lengths):
     """Choose how much of each draft to verify, after a look whether the drafts can be verified.
 
     Args:

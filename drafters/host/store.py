@@ -239,15 +239,15 @@ class TextStore:
         arrays.documents[document, LENGTH] = arrays.documents[document, INDEXED] = 0
         return document
 
-    def reserve(self, num_pages: int) -> bool:
-        """Make room for `num_pages` more pages. Returns whether the arrays were replaced. Amortised O(1) per token.
+    def reserve(self, num_pages: int) -> None:
+        """Make room for `num_pages` more pages. Amortised O(1) per token.
 
         Raises:
             MemoryError: more than MAX_PAGES would be in use.
         """
         free, pages = int(self.arrays.counts[NUM_FREE_PAGES]), self.num_pages
         if free >= num_pages:
-            return False
+            return
         size = pages + num_pages - free
         if size > MAX_PAGES:
             raise MemoryError(f"live requests and history need more than {MAX_PAGES * PAGE_TOKENS} tokens")
@@ -262,7 +262,6 @@ class TextStore:
             free_pages=free_pages,
             features=_grown(arrays.features, size * PAGE_TOKENS, 0) if len(arrays.features) else arrays.features,
         )
-        return True
 
     def keep_features(self) -> None:
         """Keep tokens' features from now on; those of the tokens so far are not known."""

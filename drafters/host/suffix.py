@@ -5,7 +5,7 @@ tokens, and its continuation is the token at the position itself. There is one t
 search tree over these contexts: the suffix binary search tree (Irving and Love 2003, doi:10.1016/S1570-8667(03)00034-0)
 of the reversed text. Compared with a suffix tree of nodes and edges it needs two links per token and nothing else:
 internal nodes are implicit, as the positions between which a common prefix falls. Other problems are searched in a
-second tree over the same positions, by last token alone, where `shared` is on: two more links per token. Isolated
+second tree over the same positions, by last token alone, where `shared` is on: two more links per token. Private
 documents are not in that one.
 
 - A new position becomes the root and splits what was there (Stephenson 1980), so newer positions are above older ones:
@@ -38,7 +38,7 @@ from rollout_spec.drafters.host.store import (
     problem_of,
     read_back,
 )
-from rollout_spec.jit.compiler import njit, prefetch
+from rollout_spec.jit.compiler import njit
 from rollout_spec.types import Int32Array
 
 MAX_WALK = 96
@@ -123,15 +123,6 @@ def _find_root(store, roots, problem, token):
 
 
 @njit(allocates=False)
-def _fetch_children(tokens, children, node, known):
-    """Load what comparing the children of a node will read, before it is known which of them is next."""
-    for side in range(2):
-        child = np.int64(children[node, side])
-        prefetch(tokens, child - 1 - known)
-        prefetch(children, 2 * child)
-
-
-@njit(allocates=False)
 def insert(store, tree, problem, position, text, end):
     """Make `position`, whose context is text[:end], the root of its tree; the old tree is split into its two subtrees.
 
@@ -149,7 +140,6 @@ def insert(store, tree, problem, position, text, end):
     smaller_side, larger_side = 0, 1
     smaller_length, larger_length = 1, 1
     while node >= 0:
-        _fetch_children(tokens, children, node, min(smaller_length, larger_length))
         length, sign = compare_context(tokens, pages, node, text, end, min(smaller_length, larger_length))
         if sign < 0 or (sign == 0 and order_hash(node) < order_hash(position)):
             children[smaller, smaller_side] = node
@@ -239,7 +229,6 @@ def gather(store, tree, problem, excluded_problem, text, end, first, limit, posi
     steps = 0
     smaller_length, larger_length = 1, 1
     while node >= 0 and steps < MAX_WALK:
-        _fetch_children(tokens, children, node, min(smaller_length, larger_length))
         length, sign = compare_context(tokens, pages, node, text, end, min(smaller_length, larger_length))
         i = steps  # kept in order of falling length, newer ones first among equals
         while i > 0 and path_length[i - 1] < length:
@@ -272,7 +261,6 @@ def gather(store, tree, problem, excluded_problem, text, end, first, limit, posi
             depth -= 1
             visits += 1
             node = np.int64(stack[depth])
-            _fetch_children(tokens, children, node, np.int64(path_known[i]))
             length, sign = compare_context(tokens, pages, node, text, end, np.int64(path_known[i]))
             near, far = (1, 0) if sign < 0 else (0, 1)
             if length >= path_length[i] or count < enough:

@@ -56,5 +56,4 @@ def _forget() -> None:
     _pool = None
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)  # a fork has none of its parent's threads
+os.register_at_fork(after_in_child=_forget)  # a fork has none of its parent's threads

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.drafters.host.constants import VERSION_DECAY
-from rollout_spec.drafters.host.requests import NO_TOKEN, RequestTable
+from rollout_spec.drafters.host.requests import RequestTable
 from rollout_spec.jit.compiler import njit
-from rollout_spec.types import Float32Array, Int32Array
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Float32Array, Int32Array
 
 POSITION_EDGES = (0, 1, 3)
 """Places in a draft share counters up to these: the first token, the second, the next two, and all after them."""
@@ -37,11 +37,6 @@ class ModelDrafts(NamedTuple):
     """int32 [B, M]."""
     probabilities: Float32Array
     """float32 [B, M]: the model's own, of each token once it is reached."""
-
-
-def no_model_drafts(num_requests: int) -> ModelDrafts:
-    """No drafts for `num_requests`, as in a step in which the model did not run."""
-    return ModelDrafts(np.zeros((num_requests, 0), np.int32), np.zeros((num_requests, 0), np.float32))
 
 
 class DraftChoice:
@@ -110,7 +105,7 @@ def _choose(
             by_history += requests.history.confidence[row, j]
         by_model, survival = 0.0, 1.0
         num_model = min(token_ids.shape[1], room[i], requests.model_tokens.shape[1])
-        requests.model_tokens[row] = NO_TOKEN
+        requests.model_tokens[row] = PLACEHOLDER_TOKEN_ID
         requests.continued.lengths[row] = 0  # of an earlier draft
         for j in range(num_model):
             p = float(probabilities[i, j])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import NamedTuple
@@ -88,12 +87,10 @@ class Comparison:
 
     def measured(self) -> Measured | None:
         """None before the first comparison."""
-        return _summary(self._logs) if self._logs else None
-
-
-def _summary(logs: Sequence[float]) -> Measured:
-    mean, count = fmean(logs), len(logs)
-    if count == 1:
-        return Measured(math.exp(mean), None, None, 1)
-    half = T_90[min(count - 1, len(T_90)) - 1] * stdev(logs) / math.sqrt(count)
-    return Measured(math.exp(mean), math.exp(mean - half), math.exp(mean + half), count)
+        if not self._logs:
+            return None
+        mean, count = fmean(self._logs), len(self._logs)
+        if count == 1:
+            return Measured(math.exp(mean), None, None, 1)
+        half = T_90[min(count - 1, len(T_90)) - 1] * stdev(self._logs) / math.sqrt(count)
+        return Measured(math.exp(mean), math.exp(mean - half), math.exp(mean + half), count)

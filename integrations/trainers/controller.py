@@ -103,14 +103,7 @@ class EngineController:
         self._last_stats: dict[str, Any] = {}  # and when metrics were last taken; since then:
         self._num_tokens, self._seconds = 0, 0.0
 
-    def begin_run(
-        self,
-        *,
-        seed: int,
-        replica: int = 0,
-        model: Any = None,
-        autocast_dtype: str | None = None,
-    ) -> None:
+    def begin_run(self, *, seed: int, replica: int = 0, model: Any = None, autocast_dtype: str | None = None) -> None:
         """Take the run's settings. Raises ValueError if the engine is built already.
 
         Args:

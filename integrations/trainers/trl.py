@@ -63,7 +63,7 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
         self._keeps_history_beside_checkpoints = options.get("history_dir") is True
         if self._keeps_history_beside_checkpoints:  # the folder is not known before `on_init_end`
             options = {**options, "history_dir": HISTORY_NAME}
-        config = RolloutSpecConfig.from_dict(options, beside=("llm_kwargs", "logprob_tolerance", "compare_every"))
+        config = RolloutSpecConfig.from_dict(options, also_known=("llm_kwargs", "logprob_tolerance", "compare_every"))
         super().__init__(
             config, llm_kwargs=llm_kwargs, logprob_tolerance=logprob_tolerance, compare_every=compare_every
         )

@@ -132,15 +132,11 @@ def read_config(vllm_config: Any) -> RolloutSpecConfig | None:
 
 
 def settle(vllm_config: Any, config: RolloutSpecConfig) -> None:
-    """Write into vLLM's configuration which drafter and which K an engine has; all its processes get that."""
+    """Write into vLLM's configuration what an engine has, drafter and K decided; all its processes get that."""
     if config.speculation:
         vllm_config.speculative_config.num_speculative_tokens = config.num_speculative_tokens
-    additional = vllm_config.additional_config
-    if not isinstance(additional, dict):  # vLLM takes objects, too
-        return
-    ours = additional.get(CONFIG_KEY) or config.to_dict()
-    settled = {name: getattr(config, name) for name in ("drafter", "num_speculative_tokens")}
-    vllm_config.additional_config = {**additional, CONFIG_KEY: {**ours, **settled}}
+    if isinstance(vllm_config.additional_config, dict):  # vLLM takes objects, too
+        vllm_config.additional_config = {**vllm_config.additional_config, CONFIG_KEY: config.to_dict()}
 
 
 def is_ours(speculative_config: Any) -> bool:
@@ -212,13 +208,6 @@ def is_a100() -> bool:
 
     capability = current_platform.get_device_capability()
     return capability is not None and (capability.major, capability.minor) == (8, 0)
-
-
-def device_bytes() -> int:
-    """Memory of the first GPU."""
-    from vllm.platforms import current_platform
-
-    return int(current_platform.get_device_total_memory())
 
 
 # -- what is not supported -------------------------------------------------------------------------------------------
@@ -370,7 +359,7 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> Environment
         models = options.pop(MODELS, [])
         if not isinstance(models, list) or not all(isinstance(pattern, str) for pattern in models):
             raise TypeError(f"{MODELS} must be a list of patterns, got {shown(models)}")
-        return EnvironmentRequest(RolloutSpecConfig.from_dict(options, beside=(MODELS,)), models, options)
+        return EnvironmentRequest(RolloutSpecConfig.from_dict(options, also_known=(MODELS,)), models, options)
     except (TypeError, ValueError, RecursionError) as error:
         example = f"""{VARIABLE}='{{"num_speculative_tokens": 8, "{MODELS}": ["Qwen/*"]}}'"""
         raise ValueError(f"{VARIABLE}: {error}. Got {text:.200}, an example is {example}") from error
@@ -458,21 +447,3 @@ def describe_engine(vllm_config: Any, config: RolloutSpecConfig) -> str:
     parts.append(f"{scheduling} scheduling in the {'V2' if vllm_config.use_v2_model_runner else 'V1'} model runner")
     line = f"rollout_spec {__version__} is on: {'; '.join(parts)}"
     return f"{line}. Not here: {', '.join(lacks)}" if lacks else line
-
-
-def describe_states(specs: Iterable[Any], vllm_config: Any) -> str | None:
-    """What drafts cost a model with recurrent layers in memory, in one line; None without either.
-
-    Args:
-        specs: vLLM's `KVCacheSpec` of each layer, as they are once it has aligned the sizes of their blocks.
-    """
-    with_drafts = [spec for spec in specs if getattr(spec, "num_speculative_blocks", 0)]
-    if not with_drafts:
-        return None
-    without = [dataclasses.replace(spec, num_speculative_blocks=0) for spec in with_drafts]
-    now, before = (sum(s.max_memory_usage_bytes(vllm_config) for s in some) / 2**20 for some in (with_drafts, without))
-    return (
-        f"rollout_spec: each request holds {with_drafts[0].num_speculative_blocks} more states of its recurrent layers"
-        f", one for each drafted token: {now:.1f} MiB on each rank instead of {before:.1f}. If that leaves "
-        "room for too few requests, lower num_speculative_tokens"
-    )

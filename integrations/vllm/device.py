@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest, token_bytes
 from rollout_spec.history.problems import Problems
 from rollout_spec.integrations.vllm.adaptive import prepare_to_measure
-from rollout_spec.integrations.vllm.config import config_of, device_bytes
+from rollout_spec.integrations.vllm.config import config_of
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.requests import request_options
@@ -70,7 +71,8 @@ class DeviceSpeculator(Session, BaseSpeculator):
         self.num_speculative_tokens = config.max_draft_tokens
         self.enable_adaptive_verification = speculative.enable_adaptive_verification
         share = sharing_from_first_rank(vllm_config)
-        max_live_tokens = int(MAX_LIVE_SHARE * device_bytes()) // token_bytes(features=True)
+        memory = current_platform.get_device_total_memory()
+        max_live_tokens = int(MAX_LIVE_SHARE * memory) // token_bytes(features=True)
         self.drafter = DeviceDrafter(
             max_requests=vllm_config.scheduler_config.max_num_seqs,
             max_model_len=vllm_config.model_config.max_model_len,
@@ -84,10 +86,7 @@ class DeviceSpeculator(Session, BaseSpeculator):
         if config.history_dir is not None:
             self.engine_history = EngineHistory(config, vllm_config, self.drafter, self.problems, share)
         self.draft_token_confidence_probs = torch.zeros(
-            vllm_config.scheduler_config.max_num_seqs,
-            config.max_draft_tokens,
-            dtype=torch.float32,
-            device=device,
+            vllm_config.scheduler_config.max_num_seqs, config.max_draft_tokens, dtype=torch.float32, device=device
         )
         self._device = device
         self._is_asynchronous = vllm_config.scheduler_config.async_scheduling

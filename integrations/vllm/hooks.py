@@ -25,11 +25,9 @@ from rollout_spec.integrations.vllm.config import (
     check_environment,
     config_of,
     describe_engine,
-    describe_states,
     has_model_drafter,
     is_a100,
     is_ours,
-    is_recurrent,
     read_config,
     repeats_seeds,
     say,
@@ -195,12 +193,7 @@ def init_scheduler(original: Callable[..., None], self: Any, *args: Any, **kwarg
 
 
 def collective_rpc(
-    original: Callable[..., Any],
-    self: Any,
-    method: Any,
-    timeout: float | None = None,
-    args: Any = (),
-    kwargs: Any = None,
+    original: Callable[..., Any], self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
 ) -> Any:
     """Pass `set_enabled` on to our schedule: otherwise each request would have K zeros verified while it is off.
 
@@ -242,11 +235,11 @@ def _warming_up(worker: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Notice from now on that the model loads weights."""
+    """Replace V2's samplers, and notice from now on that the model loads weights."""
     result = original(self, *args, **kwargs)
     adapter = _adapter_of(self)
     if adapter is not None:
-        adapter.weights.watch(self.model_runner.get_model())
+        adapter.on_load()
     return result
 
 
@@ -259,14 +252,9 @@ def add_lora(original: Callable[..., Any], self: Any, lora_request: Any) -> Any:
 
 
 def determine_available_memory(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Ignore vLLM's made-up requests (from 0.33 on V2 samples for them here), and say what recurrent states take."""
+    """Ignore vLLM's made-up requests, for which V2 samples here from 0.33 on."""
     with _warming_up(self):
-        result = original(self, *args, **kwargs)
-    if _adapter_of(self) is not None and self.rank == 0 and is_recurrent(self.vllm_config):
-        remark = describe_states(self.model_runner.get_kv_cache_spec().values(), self.vllm_config)
-        if remark is not None:
-            say(remark)
-    return result
+        return original(self, *args, **kwargs)
 
 
 def compile_or_warm_up_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -418,14 +406,6 @@ def init_speculator_v2(original: Callable[..., Any], vllm_config: Any, device: A
     return HostSpeculator(vllm_config, device)
 
 
-def load_model_v2(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace the runner's samplers, once they exist."""
-    result = original(self, *args, **kwargs)
-    if self.rollout_spec is not None:
-        self.rollout_spec.take_over_sampling()
-    return result
-
-
 def initialize_kv_cache_v2(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Choose how drafts are cut, and which steps are captured in CUDA graphs, once vLLM has chosen."""
     config, initialize = config_of(self.vllm_config), functools.partial(original, self, *args, **kwargs)
@@ -433,15 +413,7 @@ def initialize_kv_cache_v2(original: Callable[..., Any], self: Any, *args: Any, 
         return initialize()
     from rollout_spec.integrations.vllm.adaptive import with_adaptive_verification
 
-    compilation = self.vllm_config.compilation_config
-    had_whole_steps = compilation.cudagraph_mode.has_full_cudagraphs()
     result = with_adaptive_verification(self, initialize)
-    is_first = self.vllm_config.parallel_config.rank == 0
-    if is_first and had_whole_steps and not compilation.cudagraph_mode.has_full_cudagraphs():
-        say(
-            "rollout_spec: beside drafts this attention backend leaves vLLM no CUDA graphs of whole steps, not even of "
-            "those without drafts: try another one (--attention-backend), or compare with speculation=False"
-        )
     step_sizes.choose_graphs(self, drafts_on_host=config.drafts_on_host)
     return result
 

@@ -15,6 +15,7 @@ from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank, i
 from rollout_spec.integrations.vllm.session import Session
 from rollout_spec.integrations.vllm.step_clock import StepClock
 from rollout_spec.integrations.vllm.weights import WeightWatch
+from rollout_spec.jit.warm_up import warm_up_kernels
 from rollout_spec.stats import SpeculationStats
 
 
@@ -70,9 +71,22 @@ class RunnerAdapter:
         """Whether what the target samples after rejected drafts is of use to the drafter."""
         return self._drafter_wants_rejected and self.session is not None and self.session.is_learning
 
-    def compile_kernels(self) -> None:
-        """Called before vLLM's own warm-up."""
-        raise NotImplementedError
+    def compile_kernels(self, *, draws: bool = False) -> None:
+        """Called before vLLM's own warm-up. `draws`: whether a model's drafts are drawn, too."""
+        model = self._runner.vllm_config.model_config
+        warm_up_kernels(
+            self.config,
+            draws=draws,
+            vocab_size=int(model.get_vocab_size()),
+            dtype=model.head_dtype,
+            device=self._runner.device,
+            logprobs_mode=str(model.logprobs_mode),
+            hidden=(model.get_hidden_size(), model.dtype) if self._drafter_wants_features else None,
+        )
+
+    def on_load(self) -> None:
+        """Called when the model is loaded. Notices from now on that it loads weights."""
+        self.weights.watch(self._runner.get_model())
 
     def check_kernels(self) -> None:
         """Called once they are compiled. On a CPU nothing is checked.

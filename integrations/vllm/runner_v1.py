@@ -28,7 +28,6 @@ from rollout_spec.integrations.vllm.hybrid import ModelDrafter
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import RunnerAdapter
 from rollout_spec.integrations.vllm.sampling import (
-    compile_kernels,
     keep_broken,
     needs_processing,
     raise_if_broken,
@@ -58,18 +57,6 @@ class _Batch(NamedTuple):
     biases: dict[int, tuple[torch.Tensor, torch.Tensor]]  # by row: token ids, and what is added to their logits
 
 
-_ROW = np.dtype(
-    [
-        ("seed", np.int64),
-        ("min_p", np.float32),
-        ("needs_processing", np.bool_),
-        ("has_min_tokens", np.bool_),
-        ("has_bias", np.bool_),
-    ]
-)
-"""What the request in a row of the batch asks of sampling."""
-
-
 class _Uncounted(NamedTuple):
     """A verification that has not been counted yet: reading it at once would make the engine wait for the device."""
 
@@ -78,7 +65,6 @@ class _Uncounted(NamedTuple):
     num_draft_tokens: list[int]
     copy: HostCopy  # accepted drafts and broken rows, [B] each; targets [N] and features, as the drafter wants
     is_learnt: bool  # whether the drafter is to know of it
-    has_targets: bool
 
 
 class Verification(NamedTuple):
@@ -104,8 +90,6 @@ class RunnerAdapterV1(RunnerAdapter):
 
     def __init__(self, runner: Any, config: RolloutSpecConfig) -> None:
         self._batch: _Batch | None = None
-        self._rows = np.zeros(0, _ROW)
-        self._row_params: list[Any] = []  # vLLM's `SamplingParams` that each row of `_rows` was made from
         self._outcome: _Uncounted | None = None
         processors = list(runner.input_batch.logitsprocs.all)
         self._adds_biases = not any(isinstance(processor, LogitBiasLogitsProcessor) for processor in processors)
@@ -125,11 +109,10 @@ class RunnerAdapterV1(RunnerAdapter):
             drafter.adapter = self
         refuse_own_processors(processors)
 
-    def compile_kernels(self) -> None:
-        """Called before vLLM's own warm-up. On CPUs the verifier has no kernels."""
+    def compile_kernels(self, *, draws: bool = False) -> None:
+        """See `RunnerAdapter`. On CPUs the verifier has no kernels."""
         if self._runner.device.type == "cuda":
-            draws = self.model_drafter is not None and self.config.verify == "sample"
-            compile_kernels(self.config, self._runner, features=self._drafter_wants_features, draws=draws)
+            super().compile_kernels(draws=self.model_drafter is not None and self.config.verify == "sample")
 
     def on_forward(self) -> None:
         """See `RunnerAdapter`. Keeps the step's hidden states."""
@@ -141,9 +124,10 @@ class RunnerAdapterV1(RunnerAdapter):
         """See `RunnerAdapter`."""
         super().begin_step(scheduled)
         for request in scheduled.scheduled_new_reqs:
-            _need_no_generator(request.sampling_params)
-        if scheduled.scheduled_new_reqs or scheduled.finished_req_ids:
-            self._batch = None
+            params = request.sampling_params
+            if params is not None and params.sampling_type == SamplingType.RANDOM_SEED:
+                # No torch generator for a seed: ours uses none, and on CPUs vLLM fails with one if prompts are chunked.
+                params.__dict__["sampling_type"] = SamplingType.RANDOM  # the cached value of a property
 
     # -- sampling ----------------------------------------------------------------------------------------------------
 
@@ -169,7 +153,7 @@ class RunnerAdapterV1(RunnerAdapter):
         is_processed = batch.needs_processing or bool(batch.below_min_tokens)
         layout, processed = self._lay_out(metadata, batch.rows), logits
         if is_processed:
-            layout, processed = layout.of_processed(), self._process(logits, metadata, batch, layout.request)
+            layout, processed = layout.with_temperature_applied(), self._process(logits, metadata, batch, layout)
         mode = self._runner.sampler.logprobs_mode
         scored_here = verifier_scores(mode, sampling.max_num_logprobs, is_processed)
         hidden, self._hidden = self._hidden, None
@@ -200,17 +184,14 @@ class RunnerAdapterV1(RunnerAdapter):
     def _book(self, batch: _Batch, layout: Layout, result: VerifyResult, num_draft_tokens: list[int]) -> None:
         """Copy what became of the drafts to the host, and tell a model drafter where the next tokens will be."""
         is_learnt = self.session is not None and self.session.is_learning
-        has_targets = self.wants_rejected_targets
         wanted = [result.num_accepted, result.num_broken_rows]
-        if has_targets:
+        if self.wants_rejected_targets:
             wanted.append(result.target_token_ids)
         if result.features is not None:
             wanted.append(self._from_first_rank(result.features))  # ranks round sums differently
         discarded = self._runner.discard_request_mask.np  # prefill chunks: nothing is sampled after them
         is_counted = ~discarded[: len(batch.req_ids)]
-        self._outcome = _Uncounted(
-            batch.req_ids, is_counted, num_draft_tokens, HostCopy(wanted), is_learnt, has_targets
-        )
+        self._outcome = _Uncounted(batch.req_ids, is_counted, num_draft_tokens, HostCopy(wanted), is_learnt)
         if self.model_drafter is not None:
             first_positions = layout.position.index_select(0, layout.starts[:-1])
             next_positions = first_positions + result.num_accepted + 1
@@ -240,13 +221,10 @@ class RunnerAdapterV1(RunnerAdapter):
         matrix = scores.log_softmax(-1) if mode.endswith("_logprobs") else scores
         return self._runner.sampler.gather_logprobs(matrix, num_logprobs, result.target_token_ids.clamp(min=0))
 
-    def _process(self, logits: torch.Tensor, metadata: Any, batch: _Batch, request: torch.Tensor) -> torch.Tensor:
+    def _process(self, logits: torch.Tensor, metadata: Any, batch: _Batch, layout: Layout) -> torch.Tensor:
         """vLLM's own processing of a copy of the logits, float32 [N, V].
 
         Penalties, masks and biases; where a request is sampled also temperature, min-p, top-k and top-p.
-
-        Args:
-            request: integer [N], each row's request.
         """
         runner, sampling = self._runner, batch.sampling
         runner.input_batch.update_async_output_token_ids()
@@ -268,7 +246,7 @@ class RunnerAdapterV1(RunnerAdapter):
         if not sampling.all_greedy:
             temperature, min_p = batch.rows.temperature, batch.min_p
             processed = truncate(
-                processed, temperature, request, top_k=sampling.top_k, top_p=sampling.top_p, min_p=min_p
+                processed, temperature, layout.places()[0], top_k=sampling.top_k, top_p=sampling.top_p, min_p=min_p
             )
         return keep_broken(processed, logits)
 
@@ -292,7 +270,7 @@ class RunnerAdapterV1(RunnerAdapter):
             return None
         starts = np.zeros(verified.size + 1, np.int64)
         (verified + 1).cumsum(out=starts[1:])
-        targets = seen.pop(0) if outcome.has_targets else None
+        targets = seen.pop(0) if self._drafter_wants_rejected else None
         features = seen[0].reshape(-1, FEATURE_WORDS) if seen else NO_FEATURES
         return Verification(verified, accepted, starts, targets, features)
 
@@ -306,11 +284,7 @@ class RunnerAdapterV1(RunnerAdapter):
             num_draft_tokens = metadata.num_draft_tokens
             drafted, cu_num_draft_tokens = metadata.draft_token_ids, metadata.cu_num_draft_tokens
         first_inputs = runner.query_start_loc.np[1 : size + 1] - 1 - num_draft_tokens
-        if runner.device.type == "cpu":  # NumPy takes a few numbers sooner than torch does
-            positions = torch.from_numpy(runner.positions.numpy()[first_inputs])
-        else:
-            positions = runner.positions.index_select(0, upload(first_inputs, runner.device))
-        rows = replace(rows, positions=positions)
+        rows = replace(rows, positions=runner.positions.index_select(0, upload(first_inputs, runner.device)))
         return lay_out(cu_num_draft_tokens, drafted, rows)
 
     def _describe_batch(self, sampling: Any) -> _Batch:
@@ -319,41 +293,29 @@ class RunnerAdapterV1(RunnerAdapter):
             return batch
         requests = [self._runner.requests[req_id] for req_id in req_ids]
         params = [request.sampling_params for request in requests]
-        size, device = len(params), self._runner.device
-        self._describe_rows(req_ids, params)
-        asked = self._rows[:size]
+        for req_id, asked in zip(req_ids, params, strict=True):
+            require_seed(asked, f"request {req_id}")
+
+        def on_device(values: Any, dtype: type) -> torch.Tensor:
+            return upload(np.array(list(values), dtype), self._runner.device)
+
         is_greedy = sampling.temperature is None
         rows = SamplingBatch(
-            temperature=torch.zeros(size, device=device) if is_greedy else sampling.temperature,
-            seeds=upload(asked["seed"].copy(), device),
+            temperature=torch.zeros(len(params), device=self._runner.device) if is_greedy else sampling.temperature,
+            seeds=on_device([asked.seed for asked in params], np.int64),
             positions=None,
         )
-        min_p = upload(asked["min_p"].copy(), device) if asked["min_p"].any() else None
+        min_p = [asked.min_p for asked in params]
         biases = {
-            row: (
-                upload(np.array(list(params[row].logit_bias), np.int64), device),
-                upload(np.array(list(params[row].logit_bias.values()), np.float32), device),
-            )
-            for row in np.flatnonzero(asked["has_bias"]).tolist()
+            row: (on_device(asked.logit_bias, np.int64), on_device(asked.logit_bias.values(), np.float32))
+            for row, asked in enumerate(params)
+            if self._adds_biases and asked.logit_bias
         }
-        below_min_tokens = [requests[row] for row in np.flatnonzero(asked["has_min_tokens"]).tolist()]
-        needs_any = bool(asked["needs_processing"].any())
-        self._batch = _Batch(list(req_ids), sampling, rows, min_p, needs_any, below_min_tokens, biases)
+        self._batch = _Batch(
+            list(req_ids), sampling, rows, on_device(min_p, np.float32) if any(min_p) else None,
+            any(map(needs_processing, params)), [r for r in requests if r.sampling_params.min_tokens], biases,
+        )  # fmt: skip
         return self._batch
-
-    def _describe_rows(self, req_ids: list[str], params: list[Any]) -> None:
-        """Bring `self._rows` up to date. Few requests come and end in a step, and the others mostly keep their rows."""
-        size, known = len(params), self._row_params
-        if size > self._rows.size:
-            self._rows = np.resize(self._rows, 2 * size)
-        known[:] = known[:size] + [None] * (size - len(known))
-        for row, (now, before) in enumerate(zip(params, known, strict=True)):
-            if now is before:
-                continue
-            require_seed(now, f"request {req_ids[row]}")
-            has_bias = self._adds_biases and bool(now.logit_bias)
-            self._rows[row] = now.seed, now.min_p, needs_processing(now), bool(now.min_tokens), has_bias
-            known[row] = now
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
@@ -422,22 +384,9 @@ class RunnerAdapterV1(RunnerAdapter):
         return proposed
 
 
-def _need_no_generator(params: Any) -> None:
-    """Keep vLLM from making a torch generator for a request because it has a seed: our sampler uses none.
-
-    It would be made for every request, and on CPUs vLLM then fails where a prompt is read in several chunks.
-    """
-    if params is not None and params.sampling_type == SamplingType.RANDOM_SEED:
-        params.__dict__["sampling_type"] = SamplingType.RANDOM  # the cached value of a property
-
-
 def _emitted(result: VerifyResult) -> torch.Tensor:
     """int32 [B, K + 1], what vLLM records. A row without a sample emits token 0, as in vLLM."""
     sampled, num_accepted = result.output_token_ids, result.num_accepted
-    if not sampled.is_cuda:  # to ask a device whether there is such a row is to wait for it
-        tokens, last = sampled.numpy(), num_accepted.numpy()
-        if not (tokens[np.arange(last.size), last] < 0).any():
-            return sampled
     is_last = torch.arange(sampled.shape[1], device=sampled.device) == num_accepted[:, None]
     return torch.where(is_last, sampled.clamp(min=0), sampled)
 

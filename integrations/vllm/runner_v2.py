@@ -30,7 +30,6 @@ from rollout_spec.integrations.vllm.config import config_of
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import RunnerAdapter
 from rollout_spec.integrations.vllm.sampling import (
-    compile_kernels,
     keep_broken,
     needs_processing,
     raise_if_broken,
@@ -121,8 +120,9 @@ class RunnerAdapterV2(RunnerAdapter):
         features, sampler.features = sampler.features, None
         return None if features is None else self._from_first_rank(features)  # ranks round sums differently
 
-    def take_over_sampling(self) -> None:
-        """Replace the runner's samplers; called once they exist."""
+    def on_load(self) -> None:
+        """See `RunnerAdapter`. Replaces the runner's samplers, which exist by now."""
+        super().on_load()
         runner = self._runner
         sampler = VerifyingSampler(runner.sampler, self)
         runner.sampler = sampler
@@ -141,10 +141,6 @@ class RunnerAdapterV2(RunnerAdapter):
         drafts = self.scheduled.scheduled_spec_decode_tokens
         counts = [1 + len(drafts.get(req_id, ())) for req_id in req_ids]
         return tuple(np.repeat(adapters, counts).tolist()), *more
-
-    def compile_kernels(self) -> None:
-        """Called before vLLM's own warm-up."""
-        compile_kernels(self.config, self._runner, features=self._drafter_wants_features)
 
     def cut_drafts(self, drafts: Any) -> Any:
         """Cut the scheduler's drafts to their own lengths; vLLM would verify K tokens for every request."""
@@ -223,7 +219,7 @@ class VerifyingSampler:
         layout, processed = self._lay_out(input_batch, invalid_drafts), logits
         if asked.is_processed:
             processed = self._process(logits, input_batch, layout)
-            layout = layout.of_processed()
+            layout = layout.with_temperature_applied()
         result = kernel.verify_rows(
             processed,
             layout,
@@ -372,10 +368,8 @@ class VerifyingSampler:
 
 def _has_sampled(input_batch: Any) -> np.ndarray:
     """bool [B], False for prompts not yet read to their end."""
-    is_read: np.ndarray = (
-        input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens >= input_batch.prefill_len_np
-    )
-    return ~input_batch.is_prefilling_np | is_read
+    num_read: np.ndarray = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+    return num_read >= input_batch.prefill_len_np
 
 
 class HostSpeculator(BaseSpeculator):
@@ -464,8 +458,7 @@ class HostSpeculator(BaseSpeculator):
         if not session.is_learning:
             return batch_rows, session.drafting.no_drafts(batch_rows.size)
         rows = session.rows_of([outcome.req_ids[row] for row in batch_rows.tolist()])
-        if not (rows >= 0).all():
-            batch_rows, rows = batch_rows[rows >= 0], rows[rows >= 0]
+        batch_rows, rows = batch_rows[rows >= 0], rows[rows >= 0]
         texts = np.maximum(tokens, 0).astype(np.int32).reshape(size, -1)
         targets = more.pop(0) if wants_targets else None
         sampled = Sampled(

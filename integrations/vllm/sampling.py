@@ -11,29 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from rollout_spec.config import RolloutSpecConfig
-from rollout_spec.jit.warm_up import warm_up_kernels
 from rollout_spec.types import VerifyResult
 from rollout_spec.verify.reference import divisors, scaled
-
-
-def compile_kernels(config: RolloutSpecConfig, runner: Any, *, features: bool, draws: bool = False) -> None:
-    """Compile the verifier's kernels for the engine of a vLLM model runner, before it serves.
-
-    Args:
-        features: Whether the drafter wants them.
-        draws: Whether a model's drafts are drawn, too.
-    """
-    model_config = runner.vllm_config.model_config
-    warm_up_kernels(
-        config,
-        draws=draws,
-        vocab_size=int(model_config.get_vocab_size()),
-        dtype=model_config.head_dtype,
-        device=runner.device,
-        logprobs_mode=str(model_config.logprobs_mode),
-        hidden=(model_config.get_hidden_size(), model_config.dtype) if features else None,
-    )
 
 
 def needs_processing(params: Any) -> bool:

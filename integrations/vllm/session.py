@@ -119,27 +119,22 @@ class Session:
 
     def memory_bytes(self) -> int:
         """Bytes that the drafter holds; 0 if it does not say."""
-        memory_bytes = getattr(self.drafter, "memory_bytes", lambda: 0)
-        return self._ask(lambda: int(memory_bytes() or 0)) or 0
+        return self._answer("memory_bytes", int) or 0
 
     def source_counts(self) -> dict[str, list[int]]:
         """By source, [drafted tokens that the target reached, those that were right]; empty if it has no sources."""
-
-        def counts() -> dict[str, list[int]]:
-            named = self.drafter.source_counts() if hasattr(self.drafter, "source_counts") else {}
-            return {str(key): [int(value) for value in values] for key, values in (named or {}).items()}
-
+        counts = self._answer("source_counts", lambda named: {str(k): list(map(int, v)) for k, v in named.items()})
         model = {} if self.choice is None else {MODEL: list(self.choice.model_counts())}
-        return {**(self._ask(counts) or {}), **model}
+        return {**(counts or {}), **model}
 
     def history_summary(self) -> dict[str, int]:
         """What the drafter's history holds; empty if it does not say."""
+        return self._answer("history_summary", lambda named: {str(k): int(v) for k, v in named.items()}) or {}
 
-        def summary() -> dict[str, int]:
-            named = self.drafter.history_summary() if hasattr(self.drafter, "history_summary") else {}
-            return {str(key): int(value) for key, value in (named or {}).items()}
-
-        return self._ask(summary) or {}
+    def _answer(self, method: str, as_plain: Callable[[Any], Any]) -> Any:
+        """What a method of the drafter says, as plain data; None without one, or without an answer."""
+        ask = getattr(self.drafter, method, lambda: None)
+        return self._ask(lambda: None if (answer := ask()) is None else as_plain(answer))
 
     def begin_conversation(self, request: Any, prompt_token_ids: Int32Array) -> Conversation:
         """Find a new request's problem, and begin to read what other engines have sampled for it.
@@ -290,7 +285,7 @@ class HostSession(Session):
         """See `Session`. Prompts of embeddings are not started."""
         for request in requests:
             if request.prompt_token_ids is not None:
-                self._index(lambda: self._start(request))  # noqa: B023
+                self._ask(lambda: self._start(request))  # noqa: B023
 
     def finish_requests(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
         """See `Session`. Preempted requests keep their rows."""
@@ -403,18 +398,7 @@ class HostSession(Session):
 
     def update_index(self) -> None:
         """Do the last step's work that could wait. Called while the device computes. Raises like `draft`."""
-        self._index(self.drafter.update_index)
-
-    def exchange_history(self) -> None:
-        """See `Session`."""
-        if self.engine_history is not None:
-            self._index(self.engine_history.exchange)
-
-    def _index(self, call: Callable[[], Any]) -> None:
-        """Call the drafter while the device computes, and count the time."""
-        started = time.perf_counter()
-        self._ask(call)
-        self.stats.index_seconds += time.perf_counter() - started
+        self._ask(self.drafter.update_index)
 
     def _end_with_the_batch(self) -> None:
         """Hand over a batch's last rollouts where all are complete: the engine's next step may be long in coming."""

@@ -15,11 +15,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numba
-from llvmlite import ir
-from numba.core import caching, cgutils, types
+from numba.core import caching, types
 from numba.core.registry import CPUDispatcher
 from numba.experimental import structref
-from numba.extending import intrinsic
 
 from rollout_spec.jit.cache import find_folder
 
@@ -99,24 +97,3 @@ by_reference: Any = (lambda values: SimpleNamespace(values=values)) if numba.con
 They read it as `reference.values`, and must be allowed to allocate. To unpack 55 arrays takes 8 to 10 us per call, a
 reference to them 0.7. Make another one where an array has grown.
 """
-
-
-def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
-    """`prefetch(array, i)`: load a C-contiguous array's i-th element, counted flat, while other code goes on.
-
-    Nothing is checked, as loading from outside of the array does no harm.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        address = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
-        number = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [address, number(0), number(3), number(1)])  # to read, into all levels, data
-        return context.get_dummy_value()
-
-    return types.void(array, index), generate
-
-
-prefetch: Any = (lambda array, index: None) if numba.config.DISABLE_JIT else intrinsic(_prefetch)

@@ -28,7 +28,7 @@ def verify_rows(
 
     The emitted tokens are distributed exactly as tokens sampled one by one. With `method="sample"` they do not even
     depend on the drafts. Nothing is cut off: who samples with top-k, top-p or min-p passes logits that are -inf where
-    tokens were removed, and the layout `of_processed`.
+    tokens were removed, and the layout `with_temperature_applied`.
 
     Args:
         logits: float [N, V], the target's, on the CPU or a CUDA device, N = D + B rows: each request's drafted

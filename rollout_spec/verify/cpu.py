@@ -318,7 +318,7 @@ def verify_rows(
         all_logits,
         all_bits,
         layout.starts.numpy(),
-        *(field.numpy() for field in layout[2:]),
+        *(field.numpy() for field in layout[1:]),
         logprobs_mode == "raw_logprobs",
         _keys(vocab_size),
         after_difference,

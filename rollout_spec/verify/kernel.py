@@ -92,7 +92,6 @@ def _layout_kernel(
     seed_ptr,  # int64 [B]
     draft_ids_ptr,  # integer [D]
     starts_ptr,  # the fields of `Layout`, written
-    row_request_ptr,
     row_temperature_ptr,
     row_seed_ptr,
     row_position_ptr,
@@ -113,7 +112,6 @@ def _layout_kernel(
         is_row = j <= end - start
         draft = tl.load(draft_ids_ptr + start + j, mask=j < end - start, other=-1).to(tl.int64)
         draft = tl.where((draft >= 0) & (draft < 2147483648), draft, PLACEHOLDER).to(tl.int32)
-        tl.store(row_request_ptr + first_row + j, request, mask=is_row)
         tl.store(row_temperature_ptr + first_row + j, tl.load(temperature_ptr + request).to(tl.float32), mask=is_row)
         tl.store(row_seed_ptr + first_row + j, tl.load(seed_ptr + request), mask=is_row)
         tl.store(row_position_ptr + first_row + j, position + j, mask=is_row)
@@ -130,8 +128,7 @@ def _gather_layout_kernel(
     prefill_len_ptr,  # int32 [R]
     temperature_ptr,  # float32 [R]
     seed_ptr,  # int64 [R]
-    row_request_ptr,  # int32 [N], written, and all below
-    row_temperature_ptr,  # float32 [N]
+    row_temperature_ptr,  # float32 [N], written, and all below
     row_seed_ptr,  # int64 [N]
     row_position_ptr,  # int64 [N]
     row_draft_ptr,  # int32 [N]
@@ -153,7 +150,6 @@ def _gather_layout_kernel(
     in_prompt = position - offset < tl.load(prefill_len_ptr + request, mask=is_row, other=0)
     draft = tl.where((next_offset > 0) & ~in_prompt, draft, PLACEHOLDER)
     temperature = tl.load(temperature_ptr + request, mask=is_row, other=0.0).to(tl.float32)
-    tl.store(row_request_ptr + row, request.to(tl.int32), mask=is_row)
     tl.store(row_temperature_ptr + row, temperature, mask=is_row)
     tl.store(row_seed_ptr + row, tl.load(seed_ptr + request, mask=is_row, other=0), mask=is_row)
     tl.store(row_position_ptr + row, position, mask=is_row)
@@ -260,7 +256,7 @@ def _scan_kernel(
                 excess = weight * limit[:, None] - h.to(tl.float32)
                 reaches |= ~is_greedy & (tl.max(excess, axis=1) >= 0.0)
         if tl.max(reaches.to(tl.int32), axis=0) > 0:
-            # Again: held, they would take registers from all tiles.
+            # Loaded a second time: kept in registers, they would slow every tile.
             logits = _load_tile(logits_ptr, token, is_row, vocab_size)
             h = finish_hash(unfinished_hash(state[:, None], token_key(token.to(tl.uint32))[None, :]))
             score = logits / temperature[:, None] + tl.where(is_greedy[:, None], 0.0, gumbel(h))
@@ -520,7 +516,7 @@ def _features_kernel(
 
 def _empty_layout(starts: Tensor, num_rows: int) -> Layout:
     """The layout of N rows, still to be filled but for `starts`."""
-    dtypes = torch.int32, torch.float32, torch.int64, torch.int64, torch.int32
+    dtypes = torch.float32, torch.int64, torch.int64, torch.int32
     return Layout(starts, *(torch.empty(num_rows, dtype=dtype, device=starts.device) for dtype in dtypes))
 
 
@@ -595,7 +591,7 @@ def verify_rows(
     after_difference: bool = False,
     max_draft_tokens: int,
 ) -> VerifyResult:
-    """See `rollout_spec.verify.api.verify_rows`. `layout.request` is not read."""
+    """See `rollout_spec.verify.api.verify_rows`."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     num_rows, vocab_size = logits.shape
     num_requests, width = layout.starts.shape[0] - 1, max_draft_tokens + 1
@@ -616,7 +612,7 @@ def verify_rows(
     _scan_kernel[(num_groups, num_splits)](
         logits,
         logits.stride(0),
-        *layout[2:],
+        *layout[1:],
         *parts,
         tile_max,
         num_rows,
@@ -642,7 +638,7 @@ def verify_rows(
         logits,
         logits.stride(0),
         layout.starts,
-        *layout[2:],
+        *layout[1:],
         *parts,
         output,
         num_accepted,

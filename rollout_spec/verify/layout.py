@@ -17,8 +17,6 @@ class Layout(NamedTuple):
 
     starts: Tensor
     """int32 [B + 1]: each request's first row, then N."""
-    request: Tensor
-    """int32 [N]: the row's index into the fields of `SamplingBatch`."""
     temperature: Tensor
     """float32 [N]: the row's. It and the seed are gathered once: vLLM's V2 runner keeps them in pinned host memory."""
     seed: Tensor
@@ -32,13 +30,18 @@ class Layout(NamedTuple):
     def without_drafts(cls, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Layout:
         """Of rows that have a request each. Temperature float [N], seeds int64 [N], positions integer [N]."""
         starts = torch.arange(seeds.shape[0] + 1, dtype=torch.int32, device=seeds.device)
-        request = starts[:-1]
-        draft = torch.full_like(request, PLACEHOLDER_TOKEN_ID)
-        return cls(starts, request, temperature.float(), seeds, positions.long(), draft)
+        draft = torch.full_like(starts[:-1], PLACEHOLDER_TOKEN_ID)
+        return cls(starts, temperature.float(), seeds, positions.long(), draft)
 
-    def of_processed(self) -> Layout:
-        """The same where temperature has been applied to the logits: it is 1 then, or 0."""
+    def with_temperature_applied(self) -> Layout:
+        """The same for logits that have been divided by their temperature: it is 1 then, or 0."""
         return self._replace(temperature=(self.temperature >= GREEDY_TEMPERATURE).float())
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """(request of the batch, place among its rows) of each row, int64 [N]."""
+        row, starts = torch.arange(self.draft.shape[0], device=self.draft.device), self.starts.long()
+        owner = torch.bucketize(row, starts[1:], right=True)
+        return owner, row - starts[owner]
 
 
 def lay_out(cu_num_draft_tokens: Tensor, draft_token_ids: Tensor, rows: SamplingBatch) -> Layout:
@@ -57,7 +60,6 @@ def lay_out(cu_num_draft_tokens: Tensor, draft_token_ids: Tensor, rows: Sampling
     num_rows = num_requests + draft_token_ids.shape[0]
     layout = (
         np.empty(num_requests + 1, np.int32),
-        np.empty(num_rows, np.int32),
         np.empty(num_rows, np.float32),
         np.empty(num_rows, np.int64),
         np.empty(num_rows, np.int64),
@@ -76,13 +78,13 @@ def lay_out(cu_num_draft_tokens: Tensor, draft_token_ids: Tensor, rows: Sampling
 
 @njit(nogil=True, allocates=False)
 def _lay_out(  # type: ignore[no-untyped-def]
-    cu_drafts, draft_ids, temperatures, seeds, positions, starts, request, temperature, seed, position, draft,
+    cu_drafts, draft_ids, temperatures, seeds, positions, starts, temperature, seed, position, draft,
 ):  # fmt: skip
     row = first = 0
     for i in range(cu_drafts.size):
         starts[i] = row
         for j in range(first, cu_drafts[i] + 1):
-            request[row], temperature[row], seed[row] = i, temperatures[i], seeds[i]
+            temperature[row], seed[row] = temperatures[i], seeds[i]
             position[row] = positions[i] + j - first
             is_token = j < cu_drafts[i] and 0 <= draft_ids[j] < 2**31
             draft[row] = draft_ids[j] if is_token else PLACEHOLDER_TOKEN_ID

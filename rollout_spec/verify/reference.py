@@ -116,7 +116,7 @@ def accept(targets: Tensor, raw: Tensor, layout: Layout, max_draft_tokens: int) 
         targets: int64 [N], the target's tokens, the placeholder where a row has no distribution.
         raw: float32 [N, V], which says whether it is broken there.
     """
-    owner, offset = _places(layout)
+    owner, offset = layout.places()
     shape = layout.starts.shape[0] - 1, max_draft_tokens + 1
     output = targets.new_full(shape, PLACEHOLDER_TOKEN_ID)
     output[owner, offset] = targets
@@ -136,16 +136,9 @@ def score(scores: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return chosen[:, 0] - scores.logsumexp(-1), (scores >= chosen).sum(-1)
 
 
-def _places(layout: Layout) -> tuple[Tensor, Tensor]:
-    """(request of the batch, place among its rows) of each row, int64 [N]."""
-    row, starts = torch.arange(layout.draft.shape[0], device=layout.draft.device), layout.starts.long()
-    owner = torch.bucketize(row, starts[1:], right=True)
-    return owner, row - starts[owner]
-
-
 def is_emitted(layout: Layout, num_accepted: Tensor) -> Tensor:
     """Which rows' tokens are a request's accepted drafts or the one after them, bool [N]."""
-    owner, offset = _places(layout)
+    owner, offset = layout.places()
     return offset <= num_accepted[owner]
 
 
