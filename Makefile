@@ -40,8 +40,8 @@ timings:
 	cat .timings/v1.txt .timings/v2.txt .timings/exhaustive.txt > tests/TIMINGS.txt
 
 # What `make test` leaves out: servers, signals, more random lives of engines, and the tests of kernels again. `make
-# test` emulates compiled kernels in one order, for Hopper. Here they are also watched for races, compiled for Ampere,
-# and run as Python by Triton's interpreter. See tests/ptx/README.md.
+# test` emulates compiled kernels in one order, for Hopper. Here they are also watched for races, and compiled for
+# Ampere. See tests/ptx/README.md.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 KERNEL_TESTS := tests/verify tests/drafters/device tests/drafters/model
 test-all: $(READY)
@@ -51,7 +51,6 @@ test-all: $(READY)
 	FUZZING=5 VLLM_USE_V2_MODEL_RUNNER=1 $(PYTEST) tests/runners/test_engine_life.py
 	KERNELS=races $(PYTEST) $(KERNEL_TESTS) tests/ptx
 	KERNELS_CAPABILITY=80 $(PYTEST) $(KERNEL_TESTS) tests/ptx
-	KERNELS=interpret $(PYTEST) $(KERNEL_TESTS)
 	$(MAKE) test-recurrent
 
 # What needs neither an engine nor minutes.
@@ -86,11 +85,11 @@ test-ppo:
 	test -e .venv-ppo/.ready || tests/vllm_environment.sh 0.31.0 .venv-ppo 1.12.0
 	.venv-ppo/bin/python -m pytest tests/integrations/trainers/test_trl_ppo.py
 
-# The lines of docs/frameworks.md, in the code of those RL frameworks whose wheels can be installed, and under Ray.
+# The lines of docs/frameworks.md, in the code of those RL frameworks whose wheels can be installed.
 FRAMEWORKS := .venv-frameworks
 test-frameworks:
 	test -e $(FRAMEWORKS)/.ready || tests/frameworks_environment.sh $(FRAMEWORKS)
-	$(FRAMEWORKS)/bin/python -m pytest tests/integrations/test_frameworks.py tests/integrations/test_ray.py
+	$(FRAMEWORKS)/bin/python -m pytest tests/integrations/test_frameworks.py
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -104,9 +103,8 @@ RESULTS := experiments/results
 bench: export PYTHONPATH = .
 bench: $(READY)
 	$(BIN)/python -m experiments.costs.bench_verify --out $(RESULTS)/bench_verify.jsonl
-	$(BIN)/python -m experiments.drafting.bench_features --drafters history ngram \
-		--out $(RESULTS)/bench_features.jsonl $(wildcard $(RESULTS)/real_policy/samples-*.parquet) \
-		--epochs $(RESULTS)/real_policy/rollouts.parquet
+	$(BIN)/python -m experiments.drafting.bench_features --out $(RESULTS)/bench_features.jsonl \
+		$(wildcard $(RESULTS)/real_policy/samples-*.parquet) --epochs $(RESULTS)/real_policy/rollouts.parquet
 	test -z '$(TRACES)' || $(BIN)/python -m experiments.drafting.bench_draft $(TRACES) --out $(RESULTS)/bench_draft.jsonl
 
 clean:

@@ -2,8 +2,7 @@
 
 engines/      vLLM engines: whole rollout phases, budgets, model drafters; `build.py` builds them all
 drafting/     what drafters draft on recorded rollouts, ours and other people's (`peers.py`)
-costs/        what the host's path, the verifier, the device drafter and a step cost
-history/      history that lasts: imports, starts, engines that share a folder
+costs/        what the verifier, the device drafter and a step cost
 soak/         engines that live through what happens to them in days
 real_policy/  a real language model trained by GRPO on a CPU
 results/      rows, and what they say (README.md)

@@ -37,7 +37,7 @@ def fields(rows: Rows, *names: str) -> list[float]:
 
 def modes(rows: Rows) -> Iterator[float]:
     """Each mode's geometric mean by number of requests, without and with history, and its lowest cell."""
-    names = "gpu", "model", "context", "policy"
+    names = "gpu", "model", "policy"
     for mode in {tuple(row[name] for name in names) for row in rows}:
         mine = [row for row in rows if tuple(row[name] for name in names) == mode]
         for cell in {(row["batch"], row["history"]) for row in mine}:
@@ -62,9 +62,8 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     """(how a table's first line begins, its rows, what figures they give)."""
     demos, engines = read("bench_demo"), read("bench_engines", policy="demo")
     run = read("real_policy/run_features", benchmark="real_policy/run")
-    ordinary = ("vLLM n-gram", "Arctic", "ours", "ours, shared")
-    drafts = [row for row in read("bench_draft", regime="inflight") if row["drafter"] in ordinary]
-    features = read("bench_features", history=16, k=8, drafter="history")
+    drafts = [row for row in read("bench_draft", regime="inflight") if row["drafter"] != "ours, n-gram"]
+    features = read("bench_features", history=16)
     for start, rows, names in (
         ("| requests | epoch ", [row for row in engines if row["epochs"] > 1], ("speedup", "interval")),
         ("| requests, real model ", read("bench_engines", policy="real-policy"), ("speedup", "interval")),
@@ -76,8 +75,7 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     first = [len(demos), *(sum(fields(demos, name)) for name in ("rollouts_identical", "rollouts_total"))]
     first += [*fields(demos, "generation_speedup"), *fields(engines, "speedup")]
     first += fields(run, "stock_over_on_per_token", "identical", "rollouts")
-    trl = [row for row in read("bench_trl") if "H100" in row["device"]]
-    phases, simulated = read("bench_phase"), read("modes_simulated", benchmark="modes/phases")
+    trl, phases, simulated = read("bench_trl"), read("bench_phase"), read("modes_simulated", benchmark="modes/phases")
     first += fields(trl, "times_as_fast", "identical", "rollouts")
     first += [row["times_as_fast"] for row in phases if row["mode"] == "device"]
     yield "| requests at once | ", [*phases, *simulated], on_gpu(phases, simulated)
@@ -85,8 +83,7 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     rows = read("real_policy/run_features", benchmark="real_policy/epoch")
     epochs = fields(rows, "reward", "tokens_per_step", "stock_over_on_per_token", "off_over_on")
     yield "| epoch | mean reward ", rows, epochs
-    drafters = read("bench_model_drafters", policy="policy-v1-seed0", train_steps=500, model_k=3)
-    rows = [row for row in drafters if "request_steps" in row and not row["mode"].startswith("coupled")]
+    rows = [row for row in read("bench_model_drafters") if "request_steps" in row]
     of_all_epochs = [sum(row["tokens"]) / sum(row["request_steps"]) for row in rows]
     of_each = [t / s for row in rows for t, s in zip(row["tokens"], row["request_steps"], strict=True)]
     yield "| T | Drafter", rows, [*of_all_epochs, *of_each]

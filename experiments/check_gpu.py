@@ -13,7 +13,7 @@ No call waits for the device (torch's synchronisation check).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,6 +58,16 @@ def keep_busy(device: torch.device) -> None:
     """What is launched from now on runs much later than the host goes on."""
     if device.type == "cuda":
         torch.cuda._sleep(BUSY_CYCLES)
+
+
+def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of a call, and what it returns there. What waits for the device cannot be captured."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+    return graph, result
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -234,16 +244,12 @@ def check_graph(vocab: int, device: torch.device) -> None:
         layout = lay_out(cu, drafts, rows)
         return verify_rows(logits, layout, logprobs_mode="processed_logprobs", max_draft_tokens=4)
 
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    graph, result = captured(run)
     logits.copy_(torch.randn_like(logits))
     graph.replay()
     again = run()
-    assert torch.equal(captured.output_token_ids, again.output_token_ids)
-    assert torch.equal(captured.logprobs, again.logprobs)
+    assert torch.equal(result.output_token_ids, again.output_token_ids)
+    assert torch.equal(result.logprobs, again.logprobs)
 
 
 def check_model_drafts(vocab: int, device: torch.device) -> None:
@@ -252,11 +258,7 @@ def check_model_drafts(vocab: int, device: torch.device) -> None:
     logits = torch.randn(size, vocab, device=device, dtype=torch.bfloat16)
     temperature, seeds = torch.ones(size, device=device), torch.arange(size, device=device)
     positions = torch.full((size,), 5, device=device)
-    draw(logits, temperature, seeds, positions)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tokens, probabilities = draw(logits, temperature, seeds, positions)
+    graph, (tokens, probabilities) = captured(lambda: draw(logits, temperature, seeds, positions))
     logits.copy_(torch.randn_like(logits))
     graph.replay()
     layout = Layout.without_drafts(temperature, seeds, positions)

@@ -7,8 +7,8 @@
 #   check device verify                      correctness; the device drafter, device-words without features; the verifier
 #   doctor                                   what `rollout-spec doctor --device` says
 #   trl                                      GRPO, with rollouts compared; POLICY may have its policy
-#   start-1.5b                               engines with 1 and 64 requests, and each line that waits for the device
-#   phase-1.5b:none,device:64                whole rollout phases, also phase-7b; all engines are there at once
+#   start-1.5b                               engines with 64 requests, and each line that waits for the device
+#   phase-1.5b:none,device:64                whole rollout phases, also phase-7b
 # Environment variables:
 #   LIMIT      seconds for all stages, 560 unless set: they leave room in a machine's ten minutes to unpack vLLM. Each
 #              stage has its share of what is left, so none takes another's time. What is not reached is not run.
@@ -126,8 +126,6 @@ for stage in "${stages[@]}"; do
         failed=1
         continue
     fi
-    phases=(-m experiments.engines.bench_phase --logs "$logs/$name" --until $(($(date +%s) + seconds - 5)))
-    phases+=(${ROLLOUTS:+--rollouts "$ROLLOUTS"})
     watch=()
     case $kind in
         check) command=(-m experiments.check_gpu) ;;
@@ -136,18 +134,17 @@ for stage in "${stages[@]}"; do
         device) command=(-m experiments.costs.bench_device) ;;
         device-words) command=(-m experiments.costs.bench_device --no-features) ;;
         verify) command=(-m experiments.costs.bench_verify) ;;
+        start-* | phase-*)
+            command=(-m experiments.engines.bench_phase --shape "${kind#*-}" ${ROLLOUTS:+--rollouts "$ROLLOUTS"})
+            command+=(--logs "$logs/$name" --until $(($(date +%s) + seconds - 5)))
+            ;;&
         start-*)
             # Python says once of each line of a step that waits for the device.
             watch=(env VLLM_GPU_SYNC_CHECK=warn)
-            command=("${phases[@]}" --shape "${kind#*-}")
-            modes=${modes:-device,budget,none} batches=${batches:-1,64}
+            modes=${modes:-device,budget,none} batches=${batches:-64}
             [[ $shape == tiny ]] || command+=(--max-seqs 256)  # as many graphs as by default
             ;;
-        phase-*)
-            command=("${phases[@]}" --shape "${kind#*-}")
-            command+=(--together --kv-gib 14 --step-times "$out/step_times_$name.csv")
-            batches=${batches:-64,16,256}
-            ;;
+        phase-*) command+=(--step-times "$out/step_times_$name.csv") ;;
     esac
     [[ -z $modes ]] || command+=(--modes ${modes//,/ })
     [[ -z $batches ]] || command+=(--batch ${batches//,/ })

@@ -11,9 +11,8 @@ with made-up features: of each token three candidates, and states so similar tha
 The gate: texts that repeat are drafted as they go on; a step captured in a CUDA graph drafts the same
 as a launched one and waits for nothing (torch's synchronisation check); most requests have drafts.
 
-Reported, p20/p50/p80 in microseconds: `graph`, a captured step replayed; `cold`, the same after 256 MB of other memory
-were written, as in a model's forward pass; `launched`, three Triton launches from Python. With `--device cpu`, where
-`tests/ptx` emulates the kernels, only the last is measured, and says nothing.
+Reported, p20/p50/p80 in microseconds: `graph`, a captured step replayed; `launched`, three Triton launches from Python.
+With `--device cpu`, where `tests/ptx` emulates the kernels, only the last is measured, and says nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.check_gpu import check_drafts, no_waiting
+from experiments.check_gpu import captured, check_drafts, no_waiting
 from experiments.engines.build import WORDS_ALONE
 from experiments.rows import append, make_parser, origin, quantiles
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
@@ -141,19 +140,15 @@ def check_graph(batch: Batch) -> Callable[[], Any]:
     """
     with no_waiting(batch.slots.device):
         batch.step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured, _ = batch.step()
+    graph, (drafts, _) = captured(batch.step)
     graph.replay()
-    replayed = captured.clone()
+    replayed = drafts.clone()
     launched, _ = batch.drafter.propose(*batch.arguments())  # nothing is new: the same step again
     assert torch.equal(replayed, launched), "a captured step drafts otherwise"
     return graph.replay
 
 
-def time_us(
-    step: Callable[[], Any], device: torch.device, repeats: int, before: Callable[[], Any] = lambda: None
-) -> list[float]:
+def time_us(step: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
     """Microseconds on the device of each call."""
     if device.type != "cuda":
         times = []
@@ -164,7 +159,6 @@ def time_us(
         return times
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for start, end in events:
-        before()
         start.record()
         step()
         end.record()
@@ -185,21 +179,18 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("bench_device needs a GPU; the tests run the kernels in Triton's interpreter")
+        raise SystemExit("bench_device needs a GPU; the tests emulate the kernels")
     check_drafts(device)  # the gate
     on_gpu = device.type == "cuda"
     about = origin(torch.cuda.get_device_name() if on_gpu else None)
-    flush = torch.empty((256 << 20) * on_gpu, dtype=torch.int8, device=device)
-    columns = "graph us   cold us   launched us" if on_gpu else "launched us"
+    columns = "graph us   launched us" if on_gpu else "launched us"
     print(f"batch   resident   {columns}   drafted per request")
     for resident in args.resident:
         for size in args.batch:
             batch = Batch(device, size, resident, args.k, length=args.length, features=args.features)
             times = {}
             if on_gpu:
-                replay = check_graph(batch)
-                times["graph"] = quantiles(time_us(replay, device, args.repeats))
-                times["cold"] = quantiles(time_us(replay, device, args.repeats, flush.zero_))
+                times["graph"] = quantiles(time_us(check_graph(batch), device, args.repeats))
             times["launched"] = quantiles(time_us(batch.step, device, args.repeats))
             rates = batch.step()[1]
             drafted = float((rates > 0).float().sum(1).mean())

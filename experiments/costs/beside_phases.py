@@ -2,8 +2,7 @@
 
     python -m experiments.costs.beside_phases [experiments/results/bench_phase.jsonl] [--out FILE]
 
-For the modes `none` and `device`, with adaptive verification where vLLM has it: seconds, steps, tokens per request and
-step.
+For the modes `none` and `device`, with vLLM's adaptive verification: seconds, steps, tokens per request and step.
 """
 
 from __future__ import annotations
@@ -18,20 +17,22 @@ import numpy as np
 from experiments.engines.bench_phase import PHASES, ROLLOUTS, Phase, read_recorded
 from experiments.rows import RESULTS, append, make_parser, origin
 from rollout_spec.drafters import build_drafter
-from rollout_spec.estimate.command import ADAPTIVE_GPUS
 from rollout_spec.estimate.costs import PEAKS, SHAPES, measured_by_vllm, step_cost
-from rollout_spec.estimate.phases import Adaptive, Policy, k_by_requests, simulate, sum_up
-from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
+from rollout_spec.estimate.phases import Adaptive, Policy, simulate, sum_up
+
+
+def no_drafts(num_requests: int) -> int:
+    """What `none` verifies."""
+    return 0
 
 
 @cache
-def simulated(shape: str, gpu: str, mode: str, batch: int, k: int, *, is_adaptive: bool) -> list[dict[str, Any]]:
+def simulated(shape: str, gpu: str, mode: str, batch: int, k: int) -> list[dict[str, Any]]:
     """What the simulation says of each phase, of which the second one has the first one's history."""
     recorded = read_recorded(str(ROLLOUTS))
     drafter = build_drafter("history", max_draft_tokens=k, min_survival=0.0)
-    most = k_by_requests(gpu, k, SHAPES[shape].used_experts)
-    policy: Policy = MeasuredSchedule([most(n) if mode == "device" else 0 for n in range(batch + 1)])
-    if mode == "device" and is_adaptive:
+    policy: Policy = no_drafts
+    if mode == "device":
         policy = Adaptive(measured_by_vllm(SHAPES[shape], gpu), k, batch)
         policy.schedule.choose = lambda num_requests: k  # type: ignore[method-assign]  # those engines did not pause
     found = []
@@ -56,9 +57,7 @@ def main() -> None:
         gpu = next((name for name in PEAKS if name in row["device"].lower()), None)
         if row["mode"] not in ("none", "device") or gpu is None:
             continue
-        is_adaptive = tuple(map(int, row["versions"]["vllm"].split(".")[:2])) >= (0, 31) and gpu in ADAPTIVE_GPUS
-        both = simulated(row["shape"], gpu, row["mode"], row["batch"], row["k"], is_adaptive=is_adaptive)
-        said = both[PHASES.index(row["phase"])]
+        said = simulated(row["shape"], gpu, row["mode"], row["batch"], row["k"])[PHASES.index(row["phase"])]
         about = {name: row[name] for name in ("shape", "batch", "phase", "mode")}
         measured = {name: row[name] for name in said}
         print(about, "measured", measured, "simulated", said, flush=True)

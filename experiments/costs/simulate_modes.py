@@ -1,10 +1,11 @@
 """Rollout phases on GPUs with the drafter on the device, on the host and with none. **Simulated, estimates.**
 
-    python -m experiments.costs.simulate_modes TRACES_DIR [TRACES_DIR ...] [--batch 1 ... 512] [--out FILE]
-    python -m experiments.costs.simulate_modes --table FILE
+    python -m experiments.costs.simulate_modes TRACES_DIR experiments/results/real_policy [--out FILE]
 
-Steps take what `gpus.py` says of each mode, recorded rollouts decide what is accepted. Policies, all compared with vLLM
-without speculation and with asynchronous scheduling:
+Recorded rollouts decide what is accepted, and a step takes what `cost_of` says of its mode. Without drafts, and with
+the drafter on the device, scheduling is asynchronous: a step takes little longer than the device, or than the host if
+that takes longer. With the drafter on the host they work one after the other. Policies, all compared with vLLM without
+speculation and with asynchronous scheduling:
 
 - `schedule`: the device drafts equally many tokens for all requests of a step, K by their number, and fewer where they
   do not pay by what was measured.
@@ -21,36 +22,68 @@ per prompt; where one epoch was recorded, the first half of a prompt's samples i
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing import Pool
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
+from typing import Any, Literal
 
-from experiments.costs.gpus import Mode, cost_of
+import numpy as np
+
 from experiments.drafting.regimes import split
 from experiments.rows import append, make_parser, origin
 from experiments.traces import read_traces
 from rollout_spec.budget import Budget
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
-from rollout_spec.estimate.costs import SHAPES, measured_by_vllm
+from rollout_spec.estimate.costs import (
+    HOST_REQUEST,
+    HOST_STEP,
+    LAUNCH,
+    SHAPES,
+    EngineCost,
+    measured_by_vllm,
+    sampling_seconds,
+    step_cost,
+)
 from rollout_spec.estimate.phases import Adaptive, Policy, k_by_requests, simulate, sum_up
 from rollout_spec.estimate.recorded import Rollout, add_rollout, by_problem
 from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 
-BENCHMARK = "modes/simulated"
 K = 8
 BATCHES = (1, 16, 64, 512)
 SAMPLES = HISTORY = 16
-SETS = ("tot_text_gpt4", "r1v_grpo_log", "rg_llama_math")
-ENGINES = [
-    *itertools.product(["h100"], ["1.5b", "7b", "30b-a3b"], [1024]), ("a100", "7b", 1024), ("a100", "7b", 8192),
-]  # fmt: skip
-"""GPU, model and tokens of context."""
+SETS = ("tot_text_gpt4", "r1v_grpo_log", "rg_llama_math", "samples-step0040-t0.6")
+ENGINES = ("h100", "1.5b"), ("h100", "7b"), ("h100", "30b-a3b"), ("a100", "7b")
 POLICIES = ("schedule", "adaptive", "host")
+Mode = Literal["none", "device", "host"]
+PIECEWISE_LAUNCHES = 3
+"""Launches per layer where requests have different numbers of draft tokens, and vLLM has no graph of whole steps: the
+graph of what lies between two attentions, the cache's update and attention. Read in vLLM's code."""
+HOST_VERIFYING = 1.2e-3
+"""What our sampler takes a GPU server's host more than vLLM's, of a step of 64 requests (results/README.md)."""
+HOST_DRAFT_CALL, HOST_DRAFT_REQUEST = 160e-6, 10.5e-6
+"""The drafter on the host in V2, K = 8, on quiet cores: 170 us for one request, 10 for each of 64, 6.8 of 256 (measured
+at 5505d49). Without what is indexed while the device computes."""
+
+
+def cost_of(model: str, mode: Mode, gpu: str) -> EngineCost:
+    """A model's steps in a mode, features on."""
+    cost = step_cost(SHAPES[model], gpu, drafts=mode != "none")
+    if mode != "host":
+        return cost
+    launching = SHAPES[model].layers * LAUNCH * PIECEWISE_LAUNCHES
+    return cost._replace(
+        seconds=np.maximum(cost.seconds, launching + sampling_seconds(drafts=True)) + HOST_STEP + HOST_VERIFYING,
+        request_seconds=cost.request_seconds + HOST_REQUEST,
+        draft_call_seconds=HOST_DRAFT_CALL,
+        draft_seconds=HOST_DRAFT_REQUEST,
+        host_seconds=0.0,
+        host_request_seconds=0.0,
+        drafting_host_seconds=0.0,
+        drafting_host_request_seconds=0.0,
+    )
 
 
 def filled(earlier: Sequence[Rollout], **options: Any) -> Drafter:
@@ -66,26 +99,19 @@ def filled(earlier: Sequence[Rollout], **options: Any) -> Drafter:
 def main() -> None:
     """Simulate every cell and print a table."""
     parser = make_parser(__doc__)
-    parser.add_argument("traces", type=Path, nargs="*", help="folders in which the sets are")
+    parser.add_argument("traces", type=Path, nargs="+", help="folders in which the sets are")
     parser.add_argument("--sets", nargs="+", default=list(SETS))
     parser.add_argument("--batch", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--table", type=Path, help="sum up this file's rows instead")
     args = parser.parse_args()
-    if args.table:
-        rows = [json.loads(line) for line in args.table.read_text().splitlines()]
-        print_table([row for row in rows if row["benchmark"] == BENCHMARK])
-        return
-    about = origin("simulated GPUs, estimates")
+    about, rows = origin("simulated GPUs, estimates"), []
     paths = [next(f / f"{name}.parquet" for f in args.traces if (f / f"{name}.parquet").exists()) for name in args.sets]
     with Pool() as pool:
-        for rows in pool.imap(
-            cell, list(itertools.product(paths, args.batch, (False, True), [args.policies])), chunksize=1
-        ):
-            for row in rows:
-                append(args.out, {"benchmark": BENCHMARK, **row, **about})
-            if rows:
-                print(*list(rows[0].values())[:3], flush=True)
+        places = itertools.product(paths, args.batch, (False, True), [args.policies])
+        for row in itertools.chain.from_iterable(pool.imap(cell, list(places), chunksize=1)):
+            append(args.out, {"benchmark": "modes/simulated", **row, **about})
+            rows.append(row)
+    print_table(rows)
 
 
 def cell(place: tuple[Path, int, bool, Sequence[str]]) -> list[dict[str, Any]]:
@@ -100,21 +126,21 @@ def cell(place: tuple[Path, int, bool, Sequence[str]]) -> list[dict[str, Any]]:
     known = {rollout.problem_id for rollout in [*phase, *others]} if has_history else set()
     earlier = [old for part, _ in parts for old in part[:HISTORY] if old.problem_id in known]
     rows, seconds, run = [], {}, partial(simulate, num_speculative_tokens=K, batch=batch)
-    for (gpu, model, context), name in itertools.product(ENGINES, ("none", *policies)):
+    for (gpu, model), name in itertools.product(ENGINES, ("none", *policies)):
         if name == "adaptive" and gpu == "a100":
             continue
         mode: Mode = name if name in ("none", "host") else "device"  # type: ignore[assignment]
-        cost, policy = cost_of(model, mode, gpu, context), policy_of(name, model, gpu)
+        cost, policy = cost_of(model, mode, gpu), policy_of(name, model, gpu)
         drafter = filled(earlier) if isinstance(policy, Budget) else filled(earlier, min_survival=0.0)
         if name != "none":
             list(run(others, drafter, policy, cost))
         result = sum_up(list(run(phase, drafter, policy, cost)))
-        seconds[gpu, model, context, name] = result.seconds
-        speedup = seconds[gpu, model, context, "none"] / result.seconds
+        seconds[gpu, model, name] = result.seconds
+        speedup = seconds[gpu, model, "none"] / result.seconds
         rows.append(
             {
                 "set": path.stem, "batch": batch, "history": has_history, "gpu": gpu, "model": model,
-                "context": context, "policy": name, "seconds": round(result.seconds, 4), "speedup": round(speedup, 4),
+                "policy": name, "seconds": round(result.seconds, 4), "speedup": round(speedup, 4),
                 "tokens_per_step": round(1 + result.accepted / max(result.tokens - result.accepted, 1), 3),
                 "verified": result.drafted, "accepted": result.accepted,
             }
@@ -138,11 +164,12 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
     """Geometric means of the speedups by engine, history, policy and batch, and the lowest of a policy's cells."""
     for engine, has_history, policy in itertools.product(ENGINES, (False, True), POLICIES):
         asked = (*engine, has_history, policy)
-        found = [r for r in rows if (r["gpu"], r["model"], r["context"], r["history"], r["policy"]) == asked]
-        means = []
-        for batch in sorted({row["batch"] for row in found}):
-            means.append(f"{batch}: {geometric_mean(row['speedup'] for row in found if row['batch'] == batch):.2f}")
-        print(*asked, *means, min((row["speedup"] for row in found), default=None))
+        speedups: dict[int, list[float]] = {}
+        for row in rows:
+            if (row["gpu"], row["model"], row["history"], row["policy"]) == asked:
+                speedups.setdefault(row["batch"], []).append(row["speedup"])
+        means = [f"{batch}: {geometric_mean(found):.2f}" for batch, found in sorted(speedups.items())]
+        print(*asked, *means, min(itertools.chain.from_iterable(speedups.values()), default=None))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 - ArcticSuffix: Arctic Inference's suffix decoding, which vLLM's `suffix` method calls (arXiv:2411.04975), with vLLM's
   defaults. `find_arctic` says where it comes from.
 
-Neither learns from outcomes or knows the noise. `ReferenceDrafter` is our device drafter in NumPy.
+Neither learns from outcomes or knows the noise.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ import numpy as np
 
 from rollout_spec.drafters.base import Tokens
 from rollout_spec.types import Draft, Int32Array
-from tests.drafters.device.reference import ReferenceDrafter
-
-__all__ = ("ArcticSuffix", "ReferenceDrafter", "StatelessDrafter", "VllmNgram", "find_arctic")
 
 
 class StatelessDrafter:
@@ -32,9 +29,6 @@ class StatelessDrafter:
 
     def begin_policy_version(self, version: int) -> None:
         pass
-
-    def memory_bytes(self) -> int:
-        return 0
 
     def check_integrity(self) -> None:
         pass
@@ -116,29 +110,19 @@ def find_arctic() -> Any | None:
         return None
 
 
+ARCTIC_DEPTH = 24
+ARCTIC_OPTIONS = {"max_spec_factor": 1.0, "max_spec_offset": 0.0, "min_token_prob": 0.1}
+"""vLLM's defaults: a draft is at most as long as its match."""
+
+
 class ArcticSuffix(StatelessDrafter):
-    """Arctic's suffix decoding, called as vLLM calls it.
+    """Arctic's suffix decoding, called as vLLM calls it, but with a cache for each problem, as our histories are."""
 
-    Args:
-        per_problem: A cache for each problem, as histories are kept here. False: one for all, as in vLLM.
-        factor, offset, min_probability: Its parameters; draft length is at most factor * match length + offset.
-    """
-
-    def __init__(
-        self,
-        *,
-        per_problem: bool = True,
-        factor: float = 1.0,
-        offset: float = 0.0,
-        min_probability: float = 0.1,
-        max_depth: int = 24,
-    ) -> None:
+    def __init__(self) -> None:
         module = find_arctic()
         if module is None:
             raise ImportError("Arctic Inference cannot be imported: see find_arctic")
-        self._new_cache: Callable[[], Any] = lambda: module.SuffixDecodingCache(max_depth, 10_000)
-        self._per_problem, self._max_depth = per_problem, max_depth
-        self._knobs = {"max_spec_factor": factor, "max_spec_offset": offset, "min_token_prob": min_probability}
+        self._new_cache: Callable[[], Any] = lambda: module.SuffixDecodingCache(ARCTIC_DEPTH, 10_000)
         self._caches: dict[int, Any] = {}
         self._requests: dict[str, tuple[Any, str, Int32Array, int]] = {}
         self._serial = 0
@@ -147,7 +131,7 @@ class ArcticSuffix(StatelessDrafter):
         self, req_id: str, prompt_token_ids: Tokens, *, problem_id: int | None = None, seed: int | None = None
     ) -> None:
         prompt = np.array(prompt_token_ids, np.int32)
-        key = (hash(prompt.tobytes()) if problem_id is None else problem_id) if self._per_problem else 0
+        key = hash(prompt.tobytes()) if problem_id is None else problem_id
         if key not in self._caches:
             self._caches[key] = self._new_cache()
         self._serial += 1
@@ -170,8 +154,8 @@ class ArcticSuffix(StatelessDrafter):
         drafts = []
         for req_id, limit in zip(req_ids, max_tokens.tolist(), strict=True):
             cache, unique, buffer, size = self._requests[req_id]
-            pattern = buffer[max(0, size - self._max_depth) : size]
-            draft = cache.speculate(unique, pattern, max_spec_tokens=limit, **self._knobs)
+            pattern = buffer[max(0, size - ARCTIC_DEPTH) : size]
+            draft = cache.speculate(unique, pattern, max_spec_tokens=limit, **ARCTIC_OPTIONS)
             drafts.append(_with_full_confidence(draft.token_ids))
         return drafts
 
@@ -180,7 +164,3 @@ class ArcticSuffix(StatelessDrafter):
         cache.stop_request(unique)
         if not keep:
             cache.evict_cached_response(unique)
-
-    def memory_bytes(self) -> int:
-        """Bytes of the history's trees, without those of live requests."""
-        return sum(cache._global_tree.estimate_memory() for cache in self._caches.values())

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from rollout_spec.drafters.base import Drafter
 from rollout_spec.estimate.recorded import RecordedTarget, Rollout, add_rollout
@@ -22,46 +19,29 @@ those that are decoded together with it; epoch: its own text and an earlier epoc
 
 @dataclass
 class ReplayResult:
-    """What a replay measured; seconds are the drafter's.
-
-    Attributes:
-        reliability: float64 [10, 3], by confidence in bins of 0.1: drafted tokens, their summed confidence, accepted
-            tokens.
-    """
+    """What a replay counted."""
 
     request_steps: int = 0
     emitted_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    index_seconds: float = 0.0
-    draft_seconds: float = 0.0
-    reliability: NDArray[np.float64] = field(default_factory=lambda: np.zeros((10, 3)))
 
-    def add(self, counts: StepCounts, decoder: Decoder, target: RecordedTarget) -> None:
+    def add(self, counts: StepCounts) -> None:
         """Count a step."""
         self.request_steps += counts.rows.size
         self.emitted_tokens += int(counts.emitted.sum())
         self.draft_tokens += int(counts.drafted.sum())
         self.accepted_tokens += int(counts.accepted.sum())
-        self.draft_seconds += decoder.drafting.seconds
-        confidence = decoder.drafting.drafter.table.arrays.confidence[counts.rows]
-        depth = np.arange(confidence.shape[1])
-        is_known, is_accepted = (depth < n[:, None] for n in (target.num_known, counts.accepted))
-        bins = np.minimum(confidence * 10, 9).astype(np.int64)[is_known]
-        for column, weights in enumerate((None, confidence[is_known], is_accepted[is_known])):
-            self.reliability[:, column] += np.bincount(bins, weights, 10)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, without the reliability."""
-        steps = max(self.request_steps, 1)
-        return {
-            "tokens_per_step": self.emitted_tokens / steps,
-            "drafted_per_step": self.draft_tokens / steps,
-            "acceptance_rate": self.accepted_tokens / max(self.draft_tokens, 1),
-            "index_us_per_request_step": 1e6 * self.index_seconds / steps,
-            "draft_us_per_request_step": 1e6 * self.draft_seconds / steps,
-            **{name: value for name, value in vars(self).items() if name != "reliability"},
-        }
+    @property
+    def tokens_per_step(self) -> float:
+        """Emitted tokens per request and step."""
+        return self.emitted_tokens / max(self.request_steps, 1)
+
+    @property
+    def drafted_per_step(self) -> float:
+        """Drafted tokens per request and step."""
+        return self.draft_tokens / max(self.request_steps, 1)
 
 
 def split(rollouts: Sequence[Rollout], regime: Regime) -> tuple[list[Rollout], list[Rollout]]:
@@ -132,7 +112,6 @@ def replay(
                 decoder.start(target.request(rollout))
         target.settle(decoder, keep=keep)
         while decoder.live:
-            result.add(decoder.step(), decoder, target)
+            result.add(decoder.step())
             target.settle(decoder, keep=keep)
-    result.index_seconds = decoder.index_seconds
     return result

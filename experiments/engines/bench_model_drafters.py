@@ -2,10 +2,10 @@
 
     python -m experiments.engines.bench_model_drafters [--modes none history greedy:mtp] [--out FILE]
 
-The policy is the demo's (`--policy`, trained when missing: two minutes). From the same warm-start texts this trains a
-small separate model and an MTP layer (see trained_drafters.py), some minutes each on one core, and keeps them in
-`--models`. Their training leaves out the problems that are measured. Groups of rollouts of the same problems are then
-generated in several epochs with new seeds, in fp32 on the CPU engine, each mode in a process of its own:
+The policy is the demo's (POLICY, trained when missing: two minutes). From the same warm-start texts this trains a small
+separate model and an MTP layer (see trained_drafters.py), some minutes each on one core, and keeps them in MODELS.
+Their training leaves out the problems that are measured. Groups of rollouts of the same problems are then generated in
+several epochs with new seeds, in fp32 on the CPU engine, each mode in a process of its own:
 
     none                  no speculation, our sampler: whose rollouts all modes with its noise must repeat
     history               our drafter on earlier rollouts, no model
@@ -20,10 +20,6 @@ With VLLM_USE_V2_MODEL_RUNNER=1 PYTHONPATH=tests/gpu_stand_in:. engines have the
 and history is on the device. The modes are `none`, `history` and `both:METHOD`: the emulator does not know all
 instructions of vLLM's own rejection sampling.
 
-With `--recurrent` the policy is a Qwen3-Next with gated DeltaNet (trained when missing: five minutes), which takes vLLM
-0.32 or newer, Triton and a C compiler: vLLM's kernels for such layers are emulated, too. Of these modes it has no
-`both:draft_model`.
-
 Gates, before any figure of a mode: its rollouts are what the policy samples under their noise, but for tokens whose
 choice was within GAP. vLLM's own modes have other noise; their rollouts' log-probability must be what samples of the
 policy have.
@@ -31,13 +27,11 @@ policy have.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
-import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,24 +41,25 @@ import torch
 from examples.demo import ENVIRONMENT
 from examples.demo.policy import build_tokenizer, warm_start
 from examples.demo.task import make_prompt
-from experiments.engines.build import Runs, build_engine, command, write_result
-from experiments.engines.trained_drafters import run_target, save, train, warm_start_recurrent
-from experiments.rows import append, origin
+from experiments.engines.build import build_engine
+from experiments.engines.trained_drafters import run_target, save, train
+from experiments.processes import Child
+from experiments.rows import RESULTS, append, make_parser, origin
 from rollout_spec.noise.host import derive_seed, gumbel
-from tests.interpreter import run_kernels
-from tests.recurrent.kernels import use_gpu_kernels
 
+POLICY, MODELS = Path("demo", "policy-v1-seed0"), Path("demo", "draft-models")
+TRAIN_STEPS = 500
 METHODS = ("draft_model", "mtp")
 IS_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
-MODES = (
-    "none",
-    "history",
-    *(f"{kind}:{m}" for kind in ("greedy", "probabilistic", "both") for m in METHODS),
-)
+MODES = ("none", "history", *(f"{kind}:{m}" for kind in ("greedy", "probabilistic", "both") for m in METHODS))
 STOCK = ("greedy", "probabilistic")
 HELD_OUT = 64
 """Problems that no draft model is trained on."""
 PROMPTS_PER_BATCH = 2
+GROUP, EPOCHS, MAX_TOKENS = 8, 3, 384
+"""Rollouts of a problem in an epoch, epochs, and the most tokens of a rollout."""
+MODEL_K, HISTORY_K = 3, 8
+"""Tokens that a draft model and history draft."""
 GAP = 1e-3
 """An engine's logits vary by about 1e-6 with the batch: a token may differ only where the choice was this close."""
 MAX_SURPRISE = 4.0
@@ -87,20 +82,20 @@ def seed_of(epoch: int, problem: int, member: int) -> int:
 # -- the engine, in a process of its own -----------------------------------------------------------------------------
 
 
-def build(mode: str, args: argparse.Namespace) -> Any:
+def build(mode: str) -> Any:
     """The engine of a mode."""
     kind, _, method = mode.partition(":")
-    own = {"method": method, "num_speculative_tokens": args.model_k}
+    own = {"method": method, "num_speculative_tokens": MODEL_K}
     if method == "draft_model":
-        own["model"] = str(model_folder(args, method))
+        own["model"] = str(model_folder(method))
     mode_of_engine, options = {
         "none": ("off", {}),
         "history": ("device" if IS_V2 else "all", {"budget": False}),
         "both": ("all", {"speculative_config": own}),
     }.get(kind, ("model", {"speculative_config": {**own, "draft_sample_method": kind}}))
     return build_engine(
-        model_folder(args, "mtp") if method == "mtp" else args.policy, mode_of_engine, args.history_k,
-        options=options, max_model_len=args.max_tokens + 64, max_num_seqs=PROMPTS_PER_BATCH * args.group, seed=0,
+        model_folder("mtp") if method == "mtp" else POLICY, mode_of_engine, HISTORY_K, options=options,
+        max_model_len=MAX_TOKENS + 64, max_num_seqs=PROMPTS_PER_BATCH * GROUP, seed=0,
     )  # fmt: skip
 
 
@@ -119,24 +114,25 @@ class StepCounter:
         scheduler.update_from_output = update_from_output
 
 
-def run_mode(args: argparse.Namespace, mode: str, temperature: float) -> dict[str, Any]:
-    """One engine, all epochs: request-steps and rollouts [problem x member] of each."""
+def run_mode(mode: str, temperature: float, num_problems: int) -> Generator[list[dict[str, Any]], None, None]:
+    """The process of one engine: yields each epoch's request-steps and rollouts [problem x member]."""
     from vllm import SamplingParams
 
-    llm = build(mode, args)
+    torch.set_num_threads(1)
+    llm = build(mode)
     counter = StepCounter(llm.llm_engine.engine_core.engine_core.scheduler)
-    prompts = held_out_prompts()[: args.problems]
+    prompts = held_out_prompts()[:num_problems]
     epochs = []
-    for epoch in range(args.epochs):
+    for epoch in range(EPOCHS):
         counter.count, rollouts = 0, []
         for first in range(0, len(prompts), PROMPTS_PER_BATCH):
             pairs = [
                 (problem, member)
                 for problem in range(first, min(first + PROMPTS_PER_BATCH, len(prompts)))
-                for member in range(args.group)
+                for member in range(GROUP)
             ]
             params = [
-                SamplingParams(temperature=temperature, seed=seed_of(epoch, *pair), max_tokens=args.max_tokens,
+                SamplingParams(temperature=temperature, seed=seed_of(epoch, *pair), max_tokens=MAX_TOKENS,
                                detokenize=False)
                 for pair in pairs
             ]  # fmt: skip
@@ -144,37 +140,33 @@ def run_mode(args: argparse.Namespace, mode: str, temperature: float) -> dict[st
             outputs = llm.generate(requests, params, use_tqdm=False)
             rollouts += [list(output.outputs[0].token_ids) for output in outputs]
         epochs.append({"request_steps": counter.count, "rollouts": rollouts})
-    result: dict[str, Any] = {"epochs": epochs}
-    if mode.partition(":")[0] not in STOCK:
-        stats = command(llm, "stats")
-        names = ("request_steps", "emitted_tokens", "draft_tokens", "accepted_tokens")
-        result["stats"] = {name: stats[name] for name in names}
-    return result
+    yield epochs
 
 
 # -- models ----------------------------------------------------------------------------------------------------------
 
 
-def model_folder(args: argparse.Namespace, method: str) -> Path:
-    return Path(args.models) / f"{Path(args.policy).name}-{method}-{args.train_steps}"
+def model_folder(method: str) -> Path:
+    """Of a trained draft model."""
+    return MODELS / f"{POLICY.name}-{method}-{TRAIN_STEPS}"
 
 
-def prepare_models(args: argparse.Namespace, methods: Sequence[str]) -> tuple[Any, list[dict[str, Any]]]:
+def prepare_models(methods: Sequence[str]) -> tuple[Any, list[dict[str, Any]]]:
     """Train what is missing. Returns the policy, and a row on each draft model's training."""
     from transformers import AutoModelForCausalLM
 
     tokenizer = build_tokenizer()
-    if not args.policy.exists():
-        print(f"training the policy into {args.policy} (some minutes)", flush=True)
-        (warm_start_recurrent if args.recurrent else warm_start)(args.policy)
-    policy = AutoModelForCausalLM.from_pretrained(args.policy, dtype=torch.float32).eval()
+    if not POLICY.exists():
+        print(f"training the policy into {POLICY} (some minutes)", flush=True)
+        warm_start(POLICY)
+    policy = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).eval()
     rows = []
     for method in methods:
-        folder = model_folder(args, method)
+        folder = model_folder(method)
         if not folder.exists():
             print(f"training {method} into {folder} (some minutes)", flush=True)
             began = time.perf_counter()
-            model, losses = train(policy, tokenizer, method, steps=args.train_steps, held_out=held_out_prompts())
+            model, losses = train(policy, tokenizer, method, steps=TRAIN_STEPS, held_out=held_out_prompts())
             tenth = max(1, len(losses) // 10)
             row = {
                 "parameters": sum(weight.numel() for weight in model.parameters()),
@@ -186,7 +178,7 @@ def prepare_models(args: argparse.Namespace, methods: Sequence[str]) -> tuple[An
             (unfinished / "training.json").write_text(json.dumps(row))
             unfinished.rename(folder)
         row = json.loads((folder / "training.json").read_text())
-        rows.append({"method": method, "train_steps": args.train_steps, **row})
+        rows.append({"method": method, **row})
         print(f"{method}: {row['parameters']} parameters, loss {row['losses'][0]} -> {row['losses'][-1]}, "
               f"{row['seconds']} s")  # fmt: skip
     return policy, rows
@@ -203,11 +195,11 @@ class Rollout(NamedTuple):
     seed: int
 
 
-def rollouts_of(epochs: Sequence[dict[str, Any]], group: int) -> list[Rollout]:
+def rollouts_of(epochs: Sequence[dict[str, Any]]) -> list[Rollout]:
     """A mode's rollouts with their prompts and seeds."""
     prompts = held_out_prompts()
     return [
-        Rollout(prompts[i // group], tokens, seed_of(number, i // group, i % group))
+        Rollout(prompts[i // GROUP], tokens, seed_of(number, i // GROUP, i % GROUP))
         for number, epoch in enumerate(epochs)
         for i, tokens in enumerate(epoch["rollouts"])
     ]
@@ -249,14 +241,14 @@ def surprise(samples: Iterable[tuple[np.ndarray, np.ndarray]]) -> float:
     return float(excess / np.sqrt(variance))
 
 
-def check(mode: str, policy: Any, rollouts: Sequence[Rollout], temperature: float, max_tokens: int) -> float | None:
+def check(mode: str, policy: Any, rollouts: Sequence[Rollout], temperature: float) -> float | None:
     """The gate. Returns the surprise of vLLM's own modes, None for ours.
 
     Raises:
         SystemExit: a rollout is not what the policy says.
     """
     for rollout in rollouts:
-        if len(rollout.tokens) != max_tokens and rollout.tokens[-1] != policy.config.eos_token_id:
+        if len(rollout.tokens) != MAX_TOKENS and rollout.tokens[-1] != policy.config.eos_token_id:
             raise SystemExit(f"gate: {mode}: a rollout of {len(rollout.tokens)} tokens did not end")
     if mode.partition(":")[0] in STOCK:
         errors = surprise((np.array(r.tokens), log_probabilities(policy, r, temperature)) for r in rollouts)
@@ -279,63 +271,35 @@ def describe(row: dict[str, Any]) -> str:
     return line + f"  {row['parted']} rollouts parted at a tie"
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Train, run all modes at all temperatures, and print tables."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", type=Path, help="default: the demo's, or beside it a recurrent one")
-    parser.add_argument("--recurrent", action="store_true", help="a policy with recurrent layers, in fewer modes")
-    parser.add_argument("--models", type=Path, default=Path("demo/draft-models"), help="folder of trained models")
+    parser = make_parser(__doc__)
+    parser.set_defaults(out=RESULTS / "bench_model_drafters.jsonl")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.6, 1.0])
     parser.add_argument("--problems", type=int, default=12, help=f"at most {HELD_OUT}")
-    parser.add_argument("--group", type=int, default=8, help="rollouts of a problem per epoch")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--max-tokens", type=int, default=384)
-    parser.add_argument("--model-k", type=int, default=3, help="tokens that a draft model drafts")
-    parser.add_argument("--history-k", type=int, default=8, help="tokens that history drafts")
-    parser.add_argument("--train-steps", type=int, default=500)
-    parser.add_argument("--logs", type=Path, help="keep all that the engines print in this folder")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parents[1] / "results" / "bench_model_drafters.jsonl"
-    )
-    parser.add_argument("--only", choices=MODES, help=argparse.SUPPRESS)
-    parser.add_argument("--at", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    args.policy = args.policy or Path("demo", "recurrent-policy-seed0" if args.recurrent else "policy-v1-seed0")
-    if args.recurrent or IS_V2:
-        args.modes = [mode for mode in args.modes if mode.partition(":")[0] not in STOCK]
-    if args.recurrent:
-        args.modes = [mode for mode in args.modes if mode != "both:draft_model"]
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.only:
-        if args.recurrent:
-            run_kernels()
-            use_gpu_kernels()
-        write_result(args.result, run_mode(args, args.only, args.at))
-        return
+    MODELS.mkdir(parents=True, exist_ok=True)
     about = origin(packages=("transformers",))
-    methods = [m for m in METHODS if any(mode.endswith(f":{m}") for mode in args.modes)]
-    policy, training = prepare_models(args, methods)
-    common = {"benchmark": "model_drafters", "policy": args.policy.name, "train_steps": args.train_steps}
+    policy, training = prepare_models([m for m in METHODS if any(mode.endswith(f":{m}") for mode in args.modes)])
+    common = {"benchmark": "model_drafters", "policy": POLICY.name, "train_steps": TRAIN_STEPS}
     for row in training:
         append(args.out, {**common, "mode": "training", **row, **about})
-    names = ("problems", "group", "max_tokens", "model_k", "history_k")
-    common |= {name: getattr(args, name) for name in names}
-    common["runner"] = "V2" if IS_V2 else "V1"
+    common |= {"problems": args.problems, "group": GROUP, "max_tokens": MAX_TOKENS, "model_k": MODEL_K}
+    common |= {"history_k": HISTORY_K, "runner": "V2" if IS_V2 else "V1"}
     environment = {**ENVIRONMENT, "VLLM_USE_V2_MODEL_RUNNER": str(int(IS_V2))}
-    runs = Runs("experiments.engines.bench_model_drafters", argv, args.logs)
     for temperature in args.temperatures:
         print(f"\nT = {temperature}\n{'mode':26} request-steps  tokens per request-step")
         plain: list[list[list[int]]] = []
         for mode in sorted({"none", *args.modes}, key=MODES.index):
-            name = f"{mode.replace(':', '_')}_{temperature}"
-            result = runs.run(name, "--only", mode, "--at", str(temperature), environment=environment)
-            if result is None:
+            if IS_V2 and mode.partition(":")[0] in STOCK:
                 continue
-            epochs = result["epochs"]
-            errors = check(mode, policy, rollouts_of(epochs, args.group), temperature, args.max_tokens)
+            log = MODELS / f"{mode.replace(':', '_')}_{temperature}.log"
+            with Child(run_mode, mode, temperature, args.problems, log=log, environment=environment) as child:
+                epochs = child.answer()
+                child.stop()
+            errors = check(mode, policy, rollouts_of(epochs), temperature)
             row = {"mode": mode, "request_steps": [epoch["request_steps"] for epoch in epochs]}
             row["tokens"] = [sum(map(len, epoch["rollouts"])) for epoch in epochs]
             row["tokens_per_step"] = [round(t / s, 3) for t, s in zip(row["tokens"], row["request_steps"], strict=True)]
@@ -343,12 +307,11 @@ def main(argv: list[str] | None = None) -> None:
                 plain = [epoch["rollouts"] for epoch in epochs]
             if errors is None:
                 pairs = [zip(epoch["rollouts"], other, strict=True) for epoch, other in zip(epochs, plain, strict=True)]
-                row |= {"parted": sum(a != b for pair in pairs for a, b in pair), "stats": result["stats"]}
+                row["parted"] = sum(a != b for pair in pairs for a, b in pair)
             else:
                 row["surprise_z"] = round(errors, 2)
             append(args.out, {**common, "temperature": temperature, **row, **about})
             print(describe(row), flush=True)
-    runs.finish()
 
 
 if __name__ == "__main__":

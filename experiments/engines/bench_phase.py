@@ -12,42 +12,35 @@ problems with eight rollouts each of Llama-3.2-3B-Instruct after 400 and after 8
 0.9: 512 of mean 511 tokens, 2,049 at most. The text is from open-thought/reasoning-gym-eval (commit 5f09fec,
 `reasoninggym-paper-experiments/math-evals/llama-3b-instruct`, Apache-2.0), the token ids are Llama 3's of that text.
 
-Each mode has an engine in a process of its own: those of build.py, and
+Each mode of build.py has an engine in a process of its own, in which it is called as TRL's colocated engine is:
 
-    budget-words, device-words
-                 without features: history is words alone
-    none-apart, device-apart
-                 the engine's core in a process of its own, as servers and `vllm.LLM` have it. The others are in their
-                 caller's process, as TRL's colocated engine is, which takes turns with it
+    none       vLLM without speculation
+    device     the drafter on the device, our default on a GPU
+    budget     the drafter on the host under its budget; with one batch size, as it would find another's rollouts
 
 For each batch size there are two phases: the first meets the problems for the first time; the second, after new
 weights, has that history and samples other rollouts of the same problems. A queue is a batch larger than `--max-seqs`.
-The gate: every rollout is the recorded one.
+The gate: every rollout is the recorded one. All engines are there at once and take turns at each phase, so that other
+work on the machine slows down all of them. If `none` is the first mode, it runs each phase again at the end: `times` is
+relative to the mean of both.
 
-With `--together` the engines of all modes are there at once and take turns: each phase is run by one after the other,
-and by `none`, if it is the first mode, once more: `times` is relative to the mean of both. Otherwise one engine runs
-after the other, and a machine with other work is slower for some of them.
-
-Reported by batch, phase and mode: seconds, also relative to `none`; the tail, seconds in which less than a quarter of
-the requests were left; p20/p50/p80 of the milliseconds between steps; tokens per second; tokens per request and step;
+Reported by batch, phase and mode: seconds, also relative to `none`; tokens per second; tokens per request and step;
 microseconds of the host per request and step that our drafter took; the share of steps that were too large for a CUDA
-graph; the time of steps by their size, on a GPU as its stream takes it; and, by `budget`, the report with the measured
-cost of steps, for `rollout-spec doctor`.
-The states of a model with made-up weights say little, so features show what they cost here, not what they are worth.
-Other cells are run once: differences of some percent mean nothing. An engine that fails or runs out of time leaves the
-rows of the phases that it has finished.
+graph; the time of steps by their size, on a GPU as its stream takes it. The states of a model with made-up weights say
+little, so features show what they cost here, not what they are worth. Differences of some percent mean nothing. An
+engine that fails or runs out of time leaves the rows of the phases that it has finished.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
+import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -55,41 +48,29 @@ import numpy as np
 import torch
 
 from experiments.engines import scripted
-from experiments.engines.build import (
-    OURS,
-    SHAPES,
-    WORDS_ALONE,
-    Runs,
-    add_arguments,
-    build_engine,
-    command,
-    made_up_arguments,
-    write_model,
-    write_result,
-)
-from experiments.rows import append, make_parser, origin, quantiles
+from experiments.engines.build import OURS, build_engine, command
+from experiments.processes import Child
+from experiments.rows import append, make_parser, origin
 from experiments.traces import read_traces
 from rollout_spec.estimate.recorded import Rollout, by_problem
+from rollout_spec.stats import SpeculationStats
 
-WORDS = "-words"
-"""End of the names of modes without features."""
-APART = "-apart"
-"""End of the names of modes whose engine core has a process of its own."""
-MODES = (
-    "none", "budget", "device", "budget-words", "device-words", "all", "ngram_gpu", "ngram", "suffix", "off",
-    "none-apart", "device-apart",
-)  # fmt: skip
-DEFAULT_MODES = MODES[:9]
-"""In the order in which they run: the first ones matter most, and time may run out."""
-SEEDED = [mode for mode in MODES if mode.split("-")[0] in OURS]
-"""Only ours get seeds: for each of them vLLM's V1 sampler runs kernels of their own."""
+MODES = ("none", "device", "budget")
+SHAPES = {
+    # layers, hidden, intermediate, heads, key-value heads, vocabulary: Qwen2.5-1.5B and -7B
+    "1.5b": (28, 1536, 8960, 12, 2, 151_936),
+    "7b": (28, 3584, 18944, 28, 4, 152_064),
+    "tiny": (2, 64, 128, 2, 1, 50_304),
+}
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CPU_KVCACHE_SPACE": "2",
+}  # fmt: skip
+K = 8
 ROLLOUTS = Path(__file__).with_name("rg_llama_math.parquet")
 GROUP = 8
 """Rollouts per problem and phase, more where there are too few problems."""
 PHASES = ("first", "history")
-LEFT_IN_TAIL = 0.25
-OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-"""Environment of an engine core in a process of its own, which is told functions to call."""
 WARM_UP_TOKENS = 8
 
 
@@ -147,75 +128,6 @@ def prompt_of(rollout: Rollout) -> np.ndarray:
     return rollout.prompt_token_ids if rollout.prompt_token_ids.size else np.zeros(1, np.int32)
 
 
-class Turns:
-    """Processes with an engine each take turns. Files in a folder say which turns are over, and whose process is.
-
-    Args:
-        folder: Of all processes.
-        modes: Of their engines. If `none` is the first, it has a turn before and after the others.
-        cells: What all of them run, one after the other.
-    """
-
-    def __init__(self, folder: Path, modes: Sequence[str], cells: Sequence[Any]) -> None:
-        self._folder = folder
-        ready = [(mode, "ready", 0) for mode in modes]
-        again = [mode for mode in modes[:1] if mode == "none"]  # others would know what they have just said
-        self._order = ready + [(mode, cell, number) for cell in cells for number, mode in enumerate([*modes, *again])]
-
-    def of(self, mode: str, cell: Any) -> Iterator[int]:
-        """Numbers of the mode's turns at a cell, each when it has begun; asking for the next one ends it."""
-        for turn, (whose, what, number) in enumerate(self._order):
-            if (whose, what) == (mode, cell):
-                while what != "ready" and not all(map(self._is_over, range(turn))):
-                    time.sleep(0.01)
-                yield number
-                self._file(turn).touch()
-
-    def _file(self, turn: int) -> Path:
-        return self._folder / str(turn)
-
-    def _is_over(self, turn: int) -> bool:
-        return self._file(turn).exists() or self.gone(self._folder, self._order[turn][0]).exists()
-
-    @staticmethod
-    def gone(folder: Path, mode: str) -> Path:
-        """The file that says that a mode's process has ended."""
-        return folder / f"{mode}.gone"
-
-
-class Watch:
-    """When an engine's steps began, as its caller sees them."""
-
-    def __init__(self, llm: Any) -> None:
-        self.times: list[float] = []
-        self.unfinished: list[int] = []
-        engine = llm.llm_engine
-        step = engine.step
-
-        def watched_step(*args: Any, **kwargs: Any) -> Any:
-            self.times.append(time.perf_counter())
-            self.unfinished.append(engine.get_num_unfinished_requests())
-            return step(*args, **kwargs)
-
-        engine.step = watched_step
-
-    def clear(self) -> None:
-        """Begin a phase."""
-        self.times.clear()
-        self.unfinished.clear()
-
-    def summary(self, num_tokens: int, ended: float) -> dict[str, Any]:
-        """Of the phase that has ended at this time."""
-        times, left = np.array([*self.times, ended]), np.array(self.unfinished)
-        is_tail = left < LEFT_IN_TAIL * left.max()
-        return {
-            "seconds": round(times[-1] - times[0], 4),
-            "tail_seconds": round(float(np.diff(times)[is_tail].sum()), 4),
-            "step_ms": quantiles(np.diff(times) * 1e3),
-            "tokens_per_second": round(num_tokens / (times[-1] - times[0]), 1),
-        }
-
-
 def end_token(rollouts: list[Rollout]) -> int:
     """The token with which rollouts end and which occurs nowhere else; -1 if there is none."""
     last = Counter(int(rollout.token_ids[-1]) for rollout in rollouts if rollout.token_ids.size)
@@ -223,18 +135,23 @@ def end_token(rollouts: list[Rollout]) -> int:
     return next((token for token, _ in last.most_common() if token not in inside), -1)
 
 
-def build(args: argparse.Namespace, mode: str, has_noise: bool, **arguments: Any) -> Any:
-    """The engine of a mode."""
-    arguments |= made_up_arguments(args, 2000)
-    options: dict[str, Any] = {"verify": "sample" if has_noise else "rejection"}
-    mode = mode.removesuffix(APART)
-    base = mode.removesuffix(WORDS)
-    options["drafter_options"] = {} if base == mode else dict(WORDS_ALONE)
-    return build_engine(args.model, base, args.k, options=options, **arguments)
+def write_model(shape: str, folder: Path) -> None:
+    """A Llama configuration of the given shape; vLLM makes the weights up."""
+    layers, hidden, intermediate, heads, kv_heads, vocab = SHAPES[shape]
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
+        "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": hidden // heads, "vocab_size": vocab, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": False, "hidden_act": "silu",
+        "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
 
 
-def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> None:
-    """All phases of one engine; each one's row is written when it ends. Runs in a process of its own."""
+def serve(
+    args: argparse.Namespace, mode: str, batches: list[int], model: Path
+) -> Generator[dict[str, Any] | None, tuple[int, str], None]:
+    """The process of an engine: runs the phase that it is sent, a batch size and a name, and answers with its row."""
     from vllm import SamplingParams
 
     recorded = read_recorded(args.rollouts)
@@ -243,24 +160,29 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> None:
     end = end_token(rollouts)
     limit = max(rollout.token_ids.size for rollout in rollouts)
     has_noise = all(rollout.seed is not None for rollout in rollouts)
-    llm = build(
-        args, mode, has_noise, max_num_seqs=args.max_seqs,
-        max_model_len=max(prompt_of(rollout).size for rollout in rollouts) + limit + args.k + 1,
+    is_ours = mode in OURS
+    memory: dict[str, Any] = {"num_gpu_blocks_override": 2000}
+    if torch.cuda.is_available():  # nothing is measured then, so other engines may start meanwhile
+        memory = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": int(args.kv_gib * 2**30)}
+    llm = build_engine(
+        model, mode, K, options={"verify": "sample" if has_noise else "rejection"}, load_format="dummy",
+        skip_tokenizer_init=True, dtype=args.dtype, enforce_eager=args.eager, logprobs_mode="processed_logprobs",
+        seed=0, max_num_seqs=args.max_seqs or min(max(batches), 256),
+        max_model_len=max(prompt_of(rollout).size for rollout in rollouts) + limit + K + 1, **memory,
     )  # fmt: skip
-    engine = llm.llm_engine
     warm_ups = {batch: made_up(batch, SHAPES[args.shape][-1]) for batch in batches}
     all_rollouts = [*rollouts, *(rollout for made in warm_ups.values() for rollout in made)]
     texts = [[*prompt_of(rollout).tolist(), *rollout.token_ids.tolist()] for rollout in all_rollouts]
-    (runner,) = llm.collective_rpc(scripted.install, args=(texts, max(end, 0)))
-    watch = Watch(llm)
+    (watched,) = llm.collective_rpc(scripted.install, args=(texts, max(end, 0)))
 
-    def generate(rollouts: list[Rollout], problems: list[int], first_script: int) -> Any:
+    def generate(rollouts: list[Rollout], problems: list[int], first_script: int) -> list[list[int]]:
         prompts = [{"prompt_token_ids": prompt_of(rollout).tolist()} for rollout in rollouts]
         params = []
         for script, (rollout, problem) in enumerate(zip(rollouts, problems, strict=True), first_script):
             ends = int(rollout.token_ids[-1]) == end
-            ours = {"rollout_spec": {"problem_id": problem}} if mode in SEEDED else {}
-            seed = (script if rollout.seed is None else rollout.seed) if mode in SEEDED else None
+            ours = {"rollout_spec": {"problem_id": problem}} if is_ours else {}
+            # Stock vLLM gets none: requests with seeds may take a slower way through its sampler.
+            seed = (script if rollout.seed is None else rollout.seed) if is_ours else None
             params.append(
                 SamplingParams(
                     temperature=1.0, seed=seed, max_tokens=limit if ends else rollout.token_ids.size,
@@ -268,71 +190,56 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> None:
                     extra_args={scripted.SCRIPT: script, **ours},
                 )
             )  # fmt: skip
-        return llm.generate(prompts, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
 
-    first_scripts = np.cumsum([0, *(len(phase.rollouts) for phase in phases.values())]).tolist()
-    first_script = first_scripts[-1]
+    counts = [0, *(len(phase.rollouts) for phase in phases.values()), *batches]
+    first_scripts = dict(zip([*phases, *batches], np.cumsum(counts).tolist(), strict=False))
     for batch, made in warm_ups.items():  # each size: kernels are compiled for kinds of sizes
-        generate(made, [10**9 + batch] * batch, first_script)
-        first_script += batch
-    turns = Turns(args.turns, args.modes, list(phases)) if args.turns else None
-    if turns is not None:
-        list(turns.of(mode, "ready"))
-    results = []
+        generate(made, [10**9 + batch] * batch, first_scripts[batch])
+    row: dict[str, Any] | None = None
     last_batch = batches[0]
-    for (batch, name), phase, first_script in zip(phases, phases.values(), first_scripts[:-1], strict=True):
+    while True:
+        batch, name = yield row
         if batch != last_batch:
-            llm.collective_rpc(scripted.forget_other_problems)
-        last_batch = batch
-        for _ in turns.of(mode, (batch, name)) if turns is not None else (0,):
-            if mode in SEEDED:  # new weights
-                command(llm, "begin_policy_version")
-            before = command(llm, "stats") if mode in SEEDED else None
-            llm.collective_rpc(scripted.begin_phase)
-            watch.clear()
-            outputs = generate(phase.rollouts, phase.problems, first_script)
-            ended = time.perf_counter()
-            said = [list(output.outputs[0].token_ids) for output in outputs]
-            for i, (tokens, rollout) in enumerate(zip(said, phase.rollouts, strict=True)):
-                if tokens != rollout.token_ids.tolist():
-                    raise SystemExit(f"gate: {mode}: request {i} of {batch} is not the recorded rollout")
-            num_tokens = sum(map(len, said))
-            result = {
-                "mode": mode, "batch": batch, "phase": name, "k": args.k, "max_seqs": args.max_seqs,
-                "noise": has_noise, "runner": runner, "tokens": num_tokens,
-                "async_scheduling": engine.vllm_config.scheduler_config.async_scheduling,
-                **watch.summary(num_tokens, ended), **llm.collective_rpc(scripted.end_phase, args=(num_tokens,))[0],
-            }  # fmt: skip
-            if before is not None:
-                result |= of_drafts(before, command(llm, "stats"), on_host=not mode.startswith("device"))
-            results.append(result)
-            if mode == "budget" and len(results) == len(phases):
-                result["report"] = command(llm, "report")
-            write_result(args.result, results)
+            watched.forget_other_problems()
+        last_batch, phase = batch, phases[batch, name]
+        if is_ours:  # new weights
+            command(llm, "begin_policy_version")
+        before = command(llm, "stats") if is_ours else None
+        watched.clear()
+        started = time.perf_counter()
+        said = generate(phase.rollouts, phase.problems, first_scripts[batch, name])
+        seconds = time.perf_counter() - started
+        for i, (tokens, rollout) in enumerate(zip(said, phase.rollouts, strict=True)):
+            if tokens != rollout.token_ids.tolist():
+                raise SystemExit(f"gate: {mode}: request {i} of {batch} is not the recorded rollout")
+        num_tokens = sum(map(len, said))
+        row = {
+            "mode": mode, "batch": batch, "phase": name, "k": K, "noise": has_noise,
+            "max_seqs": llm.llm_engine.vllm_config.scheduler_config.max_num_seqs,
+            "async_scheduling": llm.llm_engine.vllm_config.scheduler_config.async_scheduling, "tokens": num_tokens,
+            "seconds": round(seconds, 4), "tokens_per_second": round(num_tokens / seconds, 1),
+            **watched.summary(num_tokens),
+        }  # fmt: skip
+        if before is not None:
+            stats = SpeculationStats.between(before, command(llm, "stats"))
+            row["acceptance_rate"] = round(stats.acceptance_rate, 3)
+            if mode == "budget":
+                row["host_us"] = round(1e6 * stats.draft_seconds / max(stats.request_steps, 1), 1)
 
 
-def of_drafts(before: dict[str, Any], after: dict[str, Any], *, on_host: bool) -> dict[str, Any]:
-    """What statistics say of a phase's drafts."""
-    during = {name: after[name] - before[name] for name in ("request_steps", "accepted_tokens", "draft_tokens")}
-    drafting = after["draft_seconds"] - before["draft_seconds"]
-    return {
-        "host_us": round(drafting / max(during["request_steps"], 1) * 1e6, 1) if on_host else None,
-        "acceptance_rate": round(during["accepted_tokens"] / max(during["draft_tokens"], 1), 3),
-    }
-
-
-def write_step_times(path: Path, shape: str, context: int, most: int, rows: Sequence[dict[str, Any]]) -> None:
-    """The least median of steps whose requests have on average a whole number of draft tokens, at most `most`.
+def write_step_times(path: Path, shape: str, context: int, rows: Sequence[dict[str, Any]]) -> None:
+    """The least median of steps whose requests have on average a whole number of draft tokens, at most K.
 
     Other work makes some phases slow, so that a step takes no longer than a larger one did.
     """
     least: dict[tuple[int, int], float] = {}
     for row in rows:
-        if remembers_others(row["mode"]):  # drafts on the host have lengths of their own
+        if row["mode"] == "budget":  # drafts on the host have lengths of their own
             continue
         for requests, tokens, _, ms in row["by_size"]:
             k, rest = divmod(tokens - requests, requests)
-            if not rest and k <= most:
+            if not rest and k <= K:
                 least[k, requests] = min(ms, least.get((k, requests), ms))
     for larger, size in pairwise(sorted(least, reverse=True)):
         if size[0] == larger[0]:
@@ -343,85 +250,87 @@ def write_step_times(path: Path, shape: str, context: int, most: int, rows: Sequ
             print(shape, requests, context, k, ms, sep=",", file=file)
 
 
-def remembers_others(mode: str) -> bool:
-    """Whether its drafter, on the host, remembers other problems: those of other batch sizes have the same rollouts."""
-    return mode.removesuffix(WORDS) in ("suffix", "all", "budget")
-
-
 def describe(row: dict[str, Any]) -> str:
     """A line of the table."""
     speedup = f"{row['times_as_fast']:6.2f}" if "times_as_fast" in row else "     -"
-    host = f"{row['host_us']:8.1f}" if row.get("host_us") is not None else "       -"
+    host = f"{row['host_us']:8.1f}" if "host_us" in row else "       -"
     return (
-        f"{row['batch']:8d} {row['phase']:8} {row['mode']:13} {row['seconds']:8.3f} {speedup} "
-        f"{row['tail_seconds']:8.3f} {row['tokens_per_second']:9.0f} {row['tokens_per_step']:7.2f} "
+        f"{row['batch']:8d} {row['phase']:8} {row['mode']:7} {row['seconds']:8.3f} {speedup} "
+        f"{row['tokens_per_second']:9.0f} {row['tokens_per_step']:7.2f} "
         f"{row['verified_per_step']:8.2f} {host} {row['steps_without_graph']:8.2f}"
     )
 
 
-HEADER = "requests phase    mode           seconds  times     tail  tokens/s  tok/step verified  host µs no graph"
+HEADER = "requests phase    mode     seconds  times  tokens/s tok/step verified  host µs no graph"
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Run all modes and print a table."""
-    argv = sys.argv[1:] if argv is None else argv
     parser = make_parser(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
     parser.add_argument("--rollouts", default=str(ROLLOUTS), help="a Parquet file, see experiments/traces.py")
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64, 256])
+    parser.add_argument("--batch", nargs="+", type=int, default=[64, 16, 256])
     parser.add_argument("--max-seqs", type=int, help="default: the largest batch, at most 256")
-    add_arguments(parser, MODES)
-    parser.set_defaults(modes=list(DEFAULT_MODES))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["none", "device"])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--kv-gib", type=float, default=14, help="GiB of each engine's KV cache on a GPU")
+    parser.add_argument("--until", type=float, help="by this time, as `date +%%s` says it, stop")
+    parser.add_argument("--logs", type=Path, help="keep all that the engines print in this folder")
     parser.add_argument("--step-times", type=Path, help="write them here for `rollout-spec estimate --step-times`")
-    parser.add_argument("--together", action="store_true", help="all engines at once, their phases in turns")
-    parser.add_argument("--turns", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.only:
-        run_mode(args, args.only, args.batch)
-        return
+    args = parser.parse_args()
     recorded = read_recorded(args.rollouts)
-    sizes = [batch for batch in args.batch if fits(recorded, batch)]
-    if not sizes:
+    batches = [batch for batch in args.batch if fits(recorded, batch)]
+    if not batches:
         raise SystemExit("no batch size is left")
-    if args.together and len(sizes) > 1 and any(map(remembers_others, args.modes)):
-        raise SystemExit("one of these modes remembers other batch sizes' rollouts: give one --batch, or no --together")
+    if "budget" in args.modes and len(batches) > 1:
+        raise SystemExit("with several batch sizes budget would find the rollouts of another: give one --batch")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     about = {"benchmark": "phase", "shape": args.shape, "rollouts": Path(args.rollouts).name, **origin(device)}
-    runs = Runs("experiments.engines.bench_phase", argv, args.logs, args.until)
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(args.modes)) as pool:
-        write_model(args.shape, Path(folder))  # one folder: modes with steps of the same sizes share a compiled model
+    children: dict[str, Child] = {}
+    rows: list[dict[str, Any]] = []
 
-        def run(mode: str) -> list[dict[str, Any]]:
-            print(f"phase_{args.shape}_{mode}", flush=True)
-            is_apart, found = remembers_others(mode), []
-            try:
-                for batches in [[batch] for batch in sizes] if is_apart else [sizes]:
-                    again = ["--only", mode, "--model", folder, "--batch", *map(str, batches)]
-                    again += ["--max-seqs", str(args.max_seqs or min(max(sizes), 256))]
-                    again += ["--turns", folder] if args.together else []
-                    name = f"phase_{args.shape}_{mode}" + (f"_{batches[0]}" if len(batches) < len(sizes) else "")
-                    found += runs.run(name, *again, environment=OWN_PROCESS if mode.endswith(APART) else {}) or []
-            finally:  # the others wait for its turns
-                Turns.gone(Path(folder), mode).touch()
-            return found
+    def answer(mode: str) -> Any:
+        """A mode's next answer. None: it has failed or is late, and takes part no longer."""
+        try:
+            return children[mode].answer(None if args.until is None else max(args.until - time.time(), 0))
+        except RuntimeError as error:
+            print(f"{mode}: {error}", flush=True)
+            children.pop(mode).kill()
+            return None
 
-        rows = [row for found in (pool.map if args.together else map)(run, args.modes) for row in found]
-    for row in rows:
-        cell = row["batch"], row["phase"]
-        none = "none" + APART * row["mode"].endswith(APART)
-        baseline = [r["seconds"] for r in rows if (r["batch"], r["phase"], r["mode"]) == (*cell, none)]
-        if baseline:
-            row["times_as_fast"] = round(float(np.mean(baseline)) / row["seconds"], 3)
-        append(args.out, {**about, **row})
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        write_model(args.shape, folder)  # one folder: modes with steps of the same sizes share a compiled model
+        logs = args.logs or folder
+        logs.mkdir(parents=True, exist_ok=True)
+        for mode in args.modes:
+            child = Child(serve, args, mode, batches, folder, log=logs / f"{mode}.log", environment=ENVIRONMENT)
+            children[mode] = stack.enter_context(child)
+        for mode in args.modes:
+            answer(mode)
+        print(HEADER, flush=True)
+        for phase in product(batches, PHASES):
+            of_phase: list[dict[str, Any]] = []
+            for mode in (*args.modes, *(mode for mode in args.modes[:1] if mode == "none")):
+                if mode in children:
+                    children[mode].send(phase)
+                    of_phase += filter(None, [answer(mode)])
+            baseline = [row["seconds"] for row in of_phase if row["mode"] == "none"]
+            for row in of_phase:
+                if baseline:
+                    row["times_as_fast"] = round(float(np.mean(baseline)) / row["seconds"], 3)
+                append(args.out, {**about, **row})
+                print(describe(row), flush=True)
+            rows += of_phase
     if args.step_times is not None:
-        phases = [
-            rollout for size in sizes for n in range(len(PHASES)) for rollout in Phase(recorded, size, n).rollouts
+        rollouts = [
+            rollout for size in batches for n in range(len(PHASES)) for rollout in Phase(recorded, size, n).rollouts
         ]
-        context = round(np.mean([r.prompt_token_ids.size + r.token_ids.size / 2 for r in phases]))
-        write_step_times(args.step_times, args.shape, context, args.k, rows)
-    print(HEADER)
-    for row in sorted(rows, key=lambda row: (row["batch"], row["phase"], args.modes.index(row["mode"]))):
-        print(describe(row))
-    runs.finish()
+        context = round(np.mean([r.prompt_token_ids.size + r.token_ids.size / 2 for r in rollouts]))
+        write_step_times(args.step_times, args.shape, context, rows)
+    if len(children) < len(args.modes):
+        raise SystemExit(f"stopped early: {', '.join(mode for mode in args.modes if mode not in children)}")
 
 
 if __name__ == "__main__":

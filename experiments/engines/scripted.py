@@ -1,8 +1,4 @@
-"""A model runner that samples recorded rollouts and says what its steps took: what `bench_phase` does in a worker.
-
-Its functions are called by `llm.collective_rpc(function, args=...)`, with the worker first, as the worker may live in
-another process.
-"""
+"""A model runner, vLLM's V2, that samples recorded rollouts and says what its steps took: for `bench_phase`."""
 
 from __future__ import annotations
 
@@ -24,29 +20,10 @@ ENOUGH_STEPS = 5
 """For a median."""
 
 
-def install(worker: Any, texts: list[list[int]], end: int) -> str:
-    """Make a worker sample these texts, as `Scripts` does, and watch its steps. Returns its model runner's module."""
-    runner = worker.model_runner
-    Scripts(runner, texts, end)
-    runner.watched_steps = Steps(runner)
-    return type(runner).__module__
-
-
-def begin_phase(worker: Any) -> None:
-    """Forget the steps before."""
-    worker.model_runner.watched_steps.clear()
-
-
-def end_phase(worker: Any, num_tokens: int) -> dict[str, Any]:
-    """What the steps were since `begin_phase`, in which rollouts got `num_tokens` tokens."""
-    return worker.model_runner.watched_steps.summary(num_tokens)
-
-
-def forget_other_problems(worker: Any) -> None:
-    """Other batch sizes have the same texts, as other problems, in which the device drafter would find them."""
-    texts = getattr(getattr(getattr(worker.model_runner, "speculator", None), "drafter", None), "_texts", None)
-    if texts is not None:
-        texts.index.zero_()
+def install(worker: Any, texts: list[list[int]], end: int) -> Steps:
+    """Make a worker in this process sample these texts, as `Scripts` does, and watch its steps."""
+    Scripts(worker.model_runner, texts, end)
+    return Steps(worker.model_runner)
 
 
 class Scripts:
@@ -63,41 +40,12 @@ class Scripts:
         for row, text in enumerate(texts):
             table[row, : len(text)] = np.asarray(text)
         self._table = torch.from_numpy(table).to(runner.device)
-        self._scheduled: list[str] = []
-        self._of_request = torch.full((1,), len(texts), dtype=torch.int64, device=runner.device)
-        if hasattr(runner, "input_batch"):
-            self._sample, runner._sample = runner._sample, self._sample_v1
-        else:
-            self._of_request = self._of_request.repeat(runner.max_num_reqs)
-            self._add_requests, runner.add_requests = runner.add_requests, self._add_requests_v2
-            for kind in {type(runner.sampler), type(runner.rejection_sampler or runner.sampler)}:
-                kind.__call__ = self._forcing(kind.__call__)
+        self._of_request = torch.full((runner.max_num_reqs,), len(texts), dtype=torch.int64, device=runner.device)
+        self._add_requests, runner.add_requests = runner.add_requests, self._note_requests
+        for kind in {type(runner.sampler), type(runner.rejection_sampler or runner.sampler)}:
+            kind.__call__ = self._forcing(kind.__call__)
 
-    def _force(self, logits: torch.Tensor, script: torch.Tensor, position: torch.Tensor) -> None:
-        """Raise the logit of the recorded token in every row. `script` and `position`: integer [N]."""
-        wanted = self._table[script, (position + 1).clamp(max=self._table.shape[1] - 1)]
-        logits.scatter_(1, wanted[:, None], ABOVE_ALL)
-
-    def _sample_v1(self, logits: torch.Tensor, metadata: Any) -> Any:
-        runner = self._runner
-        req_ids = runner.input_batch.req_ids
-        if req_ids != self._scheduled:
-            self._scheduled = list(req_ids)
-            scripts = [runner.requests[req_id].sampling_params.extra_args[SCRIPT] for req_id in req_ids]
-            self._of_request = upload(np.array(scripts, np.int64), logits.device)
-        if metadata is None:
-            rows, script = runner.query_start_loc.gpu[1 : len(req_ids) + 1] - 1, self._of_request
-        else:
-            rows = metadata.logits_indices
-            script = torch.repeat_interleave(
-                self._of_request,
-                upload(np.array(metadata.num_draft_tokens, np.int64) + 1, logits.device),
-                output_size=len(rows),
-            )
-        self._force(logits, script, runner.positions.index_select(0, rows))
-        return self._sample(logits, metadata)
-
-    def _add_requests_v2(self, scheduler_output: Any) -> None:
+    def _note_requests(self, scheduler_output: Any) -> None:
         self._add_requests(scheduler_output)
         new, device = scheduler_output.scheduled_new_reqs, self._of_request.device
         if new:
@@ -106,9 +54,13 @@ class Scripts:
             self._of_request[upload(np.array(rows, np.int64), device)] = upload(np.array(scripts, np.int64), device)
 
     def _forcing(self, call: Any) -> Any:
+        """The sampler's call, after the logit of each row's recorded token is raised."""
+
         def sample(sampler: Any, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
             script = self._of_request[input_batch.expanded_idx_mapping.long()]
-            self._force(logits, script, input_batch.positions[input_batch.logits_indices])
+            position = input_batch.positions[input_batch.logits_indices]
+            wanted = self._table[script, (position + 1).clamp(max=self._table.shape[1] - 1)]
+            logits.scatter_(1, wanted[:, None], ABOVE_ALL)
             return call(sampler, logits, input_batch, *args, **kwargs)
 
         return sample
@@ -139,6 +91,7 @@ class Steps:
     """What a runner's steps are."""
 
     def __init__(self, runner: Any) -> None:
+        self._runner = runner
         self.requests: list[int] = []
         self.tokens: list[int] = []
         self.begun: list[Any] = []
@@ -168,6 +121,11 @@ class Steps:
         """Begin a phase."""
         for values in (self.requests, self.tokens, self.begun):
             values.clear()
+
+    def forget_other_problems(self) -> None:
+        """Other batch sizes have the same texts, as other problems, in which the device drafter would find them."""
+        if getattr(self._runner, "speculator", None) is not None:
+            self._runner.speculator.drafter._texts.index.zero_()
 
     def summary(self, num_tokens: int) -> dict[str, Any]:
         """Of the phase, in which rollouts got `num_tokens` tokens."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from examples.demo.paired import GPU_MEMORY_UTILIZATION, PairedGenerator
-from experiments.real_policy.recording import compute_features, row_of, write_rows
+from examples.demo.paired import GPU_MEMORY_UTILIZATION, WAYS, PairedGenerator
+from experiments.real_policy.recording import compute_features, write_rows
 from experiments.real_policy.tasks import TASKS, Problem, make_problem, reward
 from experiments.real_policy.warm_up import prompt_token_ids
 
@@ -27,17 +26,14 @@ LEARNING_RATE = 3e-5
 STREAM = 1_000_000
 """The seed of the problems. Problem n of stream s is made with seed s + n, so streams must lie far apart."""
 NUM_SPECULATIVE_TOKENS = 8
+STEPS_PER_EPOCH = PROMPTS_PER_TASK * len(TASKS) // PROMPTS_PER_STEP
+"""In an epoch each problem is sampled once."""
 STEPS_FILE = "steps.jsonl"
 
 
-def training_problems(prompts_per_task: int = PROMPTS_PER_TASK) -> list[Problem]:
+def training_problems() -> list[Problem]:
     """The problems that GRPO trains on."""
-    return [make_problem(task, STREAM, number) for task in TASKS for number in range(prompts_per_task)]
-
-
-def steps_per_epoch(prompts_per_task: int) -> int:
-    """GRPO steps of an epoch, in which each problem is sampled once; a rest that does not fill a step is left out."""
-    return prompts_per_task * len(TASKS) // PROMPTS_PER_STEP
+    return [make_problem(task, STREAM, number) for task in TASKS for number in range(PROMPTS_PER_TASK)]
 
 
 class RecordingGenerator(PairedGenerator):
@@ -47,9 +43,7 @@ class RecordingGenerator(PairedGenerator):
         out_dir: Gets `rollouts/step-0000.parquet` and so on, and `steps.jsonl`.
         problems: By prompt token ids.
         tokenizer: Decodes rollouts for the reward.
-        steps_per_epoch: Of the training.
         stock: See `PairedGenerator`.
-        on_record: Called with each step's line.
         **options: See `RolloutSpecGenerator`.
     """
 
@@ -58,9 +52,7 @@ class RecordingGenerator(PairedGenerator):
         out_dir: Path,
         problems: dict[tuple[int, ...], Problem],
         tokenizer: Any,
-        steps_per_epoch: int,
         stock: dict[str, Any],
-        on_record: Callable[[dict[str, Any]], None],
         **options: Any,
     ) -> None:
         super().__init__(stock, self._keep_record, **options)
@@ -69,23 +61,6 @@ class RecordingGenerator(PairedGenerator):
         self._steps_file = out_dir / STEPS_FILE
         self._problems = problems
         self._tokenizer = tokenizer
-        self._steps_per_epoch = steps_per_epoch
-        self._report_line = on_record
-        self._generating_seconds = 0.0
-        self._recording_seconds = 0.0
-        self._step_started = 0.0
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate three ways, and take the time of it all: loading weights and recording, too."""
-        started = time.perf_counter()
-        outputs = super().generate(*args, **kwargs)
-        self._generating_seconds = time.perf_counter() - started
-        return outputs
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Start the step's clock."""
-        super().on_step_begin(*args, **kwargs)
-        self._step_started = time.perf_counter()
 
     def examine(self, outputs: Sequence[Any], sampling_params: Sequence[Any]) -> float:
         """Write the rollouts with their features, which come from float32 passes of the trainer's weights.
@@ -93,7 +68,6 @@ class RecordingGenerator(PairedGenerator):
         Returns:
             Largest |engine - these passes| of the rollouts' log-probabilities.
         """
-        started = time.perf_counter()
         prompts = [list(output.prompt_token_ids) for output in outputs]
         completions = [list(output.outputs[0].token_ids) for output in outputs]
         features = compute_features(self.model, prompts, completions, TEMPERATURE)
@@ -104,35 +78,32 @@ class RecordingGenerator(PairedGenerator):
             errors.append(float((engine - torch.from_numpy(found.logprobs)).abs().max()))
             prompt_id = self._problems[tuple(prompts[ordinal])].prompt_id
             rows.append(
-                row_of(
-                    found,
-                    prompt_id=prompt_id,
-                    sample_id=ordinal % GROUP_SIZE,
-                    epoch=self._step // self._steps_per_epoch,
-                    step=self._step,
-                    seed=params.seed,
-                    temperature=TEMPERATURE,
-                    reward=reward(prompt_id, self._tokenizer.decode(tokens, skip_special_tokens=True)),
-                    prompt_tokens=prompts[ordinal],
-                    completion_tokens=tokens,
-                )
+                {
+                    "prompt_id": prompt_id,
+                    "sample_id": ordinal % GROUP_SIZE,
+                    "epoch": self._step // STEPS_PER_EPOCH,
+                    "step": self._step,
+                    "seed": params.seed,
+                    "temperature": TEMPERATURE,
+                    "reward": reward(prompt_id, self._tokenizer.decode(tokens, skip_special_tokens=True)),
+                    "prompt_tokens": prompts[ordinal],
+                    "completion_tokens": tokens,
+                }
             )
-        write_rows(rows, self._folder / f"step-{self._step:04d}.parquet")
-        self._recording_seconds = time.perf_counter() - started
+        write_rows(rows, features, self._folder / f"step-{self._step:04d}.parquet")
         return max(errors)
 
     def _keep_record(self, record: dict[str, Any]) -> None:
-        """Write a step's line, once its reward is known."""
-        everything = time.perf_counter() - self._step_started
-        line = record | {
-            "recording_seconds": self._recording_seconds,
-            "training_seconds": everything - self._generating_seconds,
-            # The first one of a process: caches fill, and the drafter has no history.
-            "is_first": len(self.records) == 1,
-        }
+        """Write a step's line, once its reward is known, and print it."""
+        # The first step of a process: caches fill, and the drafter has no history.
+        line = record | {"is_first": len(self.records) == 1}
         with self._steps_file.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        self._report_line(line)
+        print(
+            f"{line['step']:4d}", *(f"{line['seconds'][way]:7.1f}" for way in WAYS),
+            f"{line['identical']:6d}/{line['rollouts']:<4d} {line['tokens_per_step']:9.2f} {line['reward']:10.3f}",
+            flush=True,
+        )  # fmt: skip
 
 
 def read_steps(out_dir: Path) -> list[dict[str, Any]]:
@@ -142,16 +113,7 @@ def read_steps(out_dir: Path) -> list[dict[str, Any]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def train(
-    model_dir: Path,
-    out_dir: Path,
-    *,
-    steps: int = STEPS,
-    prompts_per_task: int = PROMPTS_PER_TASK,
-    max_completion_tokens: int = MAX_COMPLETION_TOKENS,
-    seed: int = 0,
-    on_record: Callable[[dict[str, Any]], None] = lambda line: None,
-) -> None:
+def train(model_dir: Path, out_dir: Path, steps: int) -> None:
     """Train, from the last checkpoint in `out_dir` if there is one.
 
     Args:
@@ -164,8 +126,7 @@ def train(
     from trl import GRPOConfig, GRPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    problems = training_problems(prompts_per_task)
-    epoch_steps = steps_per_epoch(prompts_per_task)
+    problems = training_problems()
     engine = {"dtype": "float32", "enforce_eager": True, "use_tqdm_on_load": False}
     max_num_seqs = PROMPTS_PER_STEP * GROUP_SIZE
 
@@ -173,9 +134,7 @@ def train(
         out_dir,
         {tuple(prompt_token_ids(tokenizer, problem.question)): problem for problem in problems},
         tokenizer,
-        epoch_steps,
         {"model": str(model_dir), "max_model_len": MAX_MODEL_LEN, "max_num_seqs": max_num_seqs, **engine},
-        on_record,
         llm_kwargs=engine,
         num_speculative_tokens=NUM_SPECULATIVE_TOKENS,
     )
@@ -198,13 +157,13 @@ def train(
             output_dir=str(out_dir),
             use_cpu=True,
             bf16=True,  # of the training alone: both engines compute in float32
-            seed=seed,
+            seed=0,
             max_steps=steps,
             per_device_train_batch_size=ROLLOUTS_PER_BACKWARD,
             gradient_accumulation_steps=max_num_seqs // ROLLOUTS_PER_BACKWARD,
             gradient_checkpointing=False,
             num_generations=GROUP_SIZE,
-            max_completion_length=max_completion_tokens,
+            max_completion_length=MAX_COMPLETION_TOKENS,
             temperature=TEMPERATURE,
             learning_rate=LEARNING_RATE,
             lr_scheduler_type="constant",
@@ -214,11 +173,12 @@ def train(
             vllm_gpu_memory_utilization=GPU_MEMORY_UTILIZATION,
             vllm_max_model_length=MAX_MODEL_LEN,
             logging_steps=1,
-            save_steps=epoch_steps,
+            save_steps=STEPS_PER_EPOCH,
             report_to="none",
             disable_tqdm=True,
         ),
         callbacks=[generator],
     )
     trainer.remove_callback(PrinterCallback)
+    print("step  stock s   off s    on s  identical  tokens/step  reward")
     trainer.train(resume_from_checkpoint=get_last_checkpoint(out_dir) if out_dir.exists() else None)

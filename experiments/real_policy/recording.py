@@ -19,11 +19,13 @@ The last three are those of a float32 forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as arrow
+import pyarrow.parquet as parquet
 import torch
 
 from examples.demo.policy import pad
@@ -82,20 +84,16 @@ def compute_features(
     return found
 
 
-def row_of(features: Features, **columns: Any) -> dict[str, Any]:
-    """A row for `write_rows`."""
-    return columns | {
-        "top_ids": features.top_ids.ravel(),
-        "top_logprobs": features.top_logprobs.ravel(),
-        "signatures": features.signatures.tobytes(),
-    }
+def write_rows(rows: Sequence[dict[str, Any]], features: Sequence[Features], path: Path) -> None:
+    """Write a Parquet file of rollouts; it is complete or absent.
 
-
-def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write a Parquet file; it is complete or absent."""
-    import pyarrow as arrow
-    import pyarrow.parquet as parquet
-
+    Args:
+        rows: All columns but those of `features`.
+    """
+    seen = [
+        {"top_ids": f.top_ids.ravel(), "top_logprobs": f.top_logprobs.ravel(), "signatures": f.signatures.tobytes()}
+        for f in features
+    ]
     schema = arrow.schema(
         {
             "prompt_id": arrow.string(), "sample_id": arrow.int32(), "epoch": arrow.int32(), "step": arrow.int32(),
@@ -105,15 +103,11 @@ def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
             "signatures": arrow.binary(),
         }
     )  # fmt: skip
+    write_table(arrow.Table.from_pylist([row | f for row, f in zip(rows, seen, strict=True)], schema), path)
+
+
+def write_table(table: Any, path: Path) -> None:
+    """Write a Parquet file; it is complete or absent."""
     unfinished = path.with_suffix(".tmp")
-    parquet.write_table(
-        arrow.Table.from_pylist(list(rows), schema), unfinished, compression="zstd", compression_level=19
-    )
+    parquet.write_table(table, unfinished, compression="zstd", compression_level=19)
     unfinished.replace(path)
-
-
-def read_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """The rows of several files, in order."""
-    import pyarrow.parquet as parquet
-
-    return [row for path in paths for row in parquet.ParquetFile(path).read().to_pylist()]

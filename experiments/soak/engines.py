@@ -1,6 +1,6 @@
 """A soak's engines: `vllm.LLM`, as in a trainer's process, or vLLM's server with a client for each request.
 
-Each has a child process (`Engine`), which gets rounds and gives answers.
+Each has a process of its own, which gets rounds and gives answers (see `experiments.processes`).
 """
 
 from __future__ import annotations
@@ -12,21 +12,19 @@ import shutil
 import subprocess
 import sys
 import time
-import traceback
 import urllib.request
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import psutil
 
 from experiments.engines.build import build_engine
+from experiments.processes import Child
 from experiments.soak.workload import ADAPTERS, MAX_MODEL_LEN, Request, Round
 from tests.conftest import VOCAB_SIZE, free_port
 
@@ -86,59 +84,22 @@ class Plan:
         return request.params if self.speculates else {**request.params, "logprobs": VOCAB_SIZE}
 
 
-class Engine:
-    """The child process of an engine."""
-
-    def __init__(self, plan: Plan) -> None:
-        context = get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve_rounds, args=(plan, theirs))
-        path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])  # for the workers' methods
-        variables = {"PYTHONPATH": path, "VLLM_USE_V2_MODEL_RUNNER": str(int(plan.kind == "device"))}
-        with mock.patch.dict(os.environ, variables):
-            self._process.start()
-        theirs.close()
-
-    def begin(self, round_: Round) -> None:
-        """Let it serve a round."""
-        self._pipe.send(round_)
-
-    def answer(self) -> Any:
-        """Wait for a round's end, or for the start. Raises RuntimeError or EOFError if none comes."""
-        if not self._pipe.poll(ANSWER_SECONDS):
-            raise RuntimeError(f"an engine hangs: no answer after {ANSWER_SECONDS} s")
-        answer = self._pipe.recv()
-        if isinstance(answer, str):
-            raise RuntimeError(answer)
-        return answer
-
-    def stop(self, *, kill: bool) -> None:
-        """End it in peace, or kill it and its workers."""
-        if kill and self._process.is_alive():
-            for process in psutil.Process(self._process.pid).children(recursive=True):
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-            self._process.kill()
-        elif self._process.is_alive():
-            self._pipe.send(None)
-        self._process.join(90)
-        assert not self._process.is_alive(), "an engine does not end"
+def start(plan: Plan) -> Child:
+    """An engine's process, whose first answer says that it is ready."""
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": str(int(plan.kind == "device"))}
+    return Child(serve_rounds, plan, log=plan.log, environment=environment)
 
 
-def _serve_rounds(plan: Plan, pipe: Any) -> None:
-    """The child process: build the engine, and serve rounds until there are no more."""
-    log = os.open(plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+def serve_rounds(plan: Plan) -> Generator[Answer | None, Round, None]:
+    """Answers each round, in a process of its own."""
+    engine = _Server(plan) if plan.kind == "served" else _Colocated(plan)
+    answer: Answer | None = None
     try:
-        engine = _Server(plan) if plan.kind == "served" else _Colocated(plan)
-        pipe.send(True)
-        while (round_ := pipe.recv()) is not None:
-            pipe.send(engine.serve(round_))
+        while True:
+            round_ = yield answer
+            answer = engine.serve(round_)
+    finally:
         engine.stop()
-    except BaseException:
-        pipe.send(traceback.format_exc())
-        raise
 
 
 class _Server:

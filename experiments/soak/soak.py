@@ -28,8 +28,9 @@ from typing import Any
 
 import numpy as np
 
+from experiments.processes import Child
 from experiments.rows import append, make_parser, origin
-from experiments.soak.engines import Answer, Engine, Plan, Rollout
+from experiments.soak.engines import ANSWER_SECONDS, Answer, Plan, Rollout, start
 from experiments.soak.workload import Request, Round, Workload, logits_of, write_adapters
 from rollout_spec.drafters.registry import HISTORY_DRAFTER
 from rollout_spec.noise.host import gumbel
@@ -66,7 +67,6 @@ class Soak:
         _, self._options, self._arguments = KINDS[name]
         # Kernels of GPUs are emulated, and take their time.
         self._workload = Workload(f"{seed} {name}", is_small=name == "device", has_adapters=self._arguments == LORA)
-        self._engines: list[Engine] = []
         self.counts: Counter[str] = Counter()
         self.num_wrong = 0
         self.rounds: list[int] = []
@@ -79,8 +79,6 @@ class Soak:
                 self._live(life, seconds * share, num_rounds[life])
         except BaseException:
             print(self._again(), flush=True)
-            for engine in self._engines:
-                engine.stop(kill=True)
             raise
 
     def _live(self, life: int, seconds: float, num_rounds: int) -> None:
@@ -88,27 +86,29 @@ class Soak:
         if life < 2:
             options |= {"history_dir": str(self._folder / "history"), "max_history_dir_bytes": 1 << 20}
         kind, arguments = self._name, self._arguments
-        self._engines = [
-            Engine(Plan(kind, self._model, self._folder / f"{name}{life}.log", of_config, arguments))
+        plain, ours = (
+            Plan(kind, self._model, self._folder / f"{name}{life}.log", of_config, arguments)
             for name, of_config in (("reference", {"speculation": False}), ("life", options))
-        ]
-        for engine in self._engines:
-            engine.answer()
-        self.rounds.append(0)
-        self.memory.append([])
-        stats, ends = {}, time.monotonic() + seconds
-        while (time.monotonic() < ends or not self.rounds[-1]) and self.rounds[-1] < num_rounds:
-            stats = self._round()
-        self.counts.update({name: stats[name] for name in ("steps", "emitted_tokens", "accepted_tokens")})
-        for engine, kill in zip(self._engines, (False, life == 0), strict=True):
-            engine.stop(kill=kill)
+        )
+        with start(plain) as reference, start(ours) as engine:
+            for child in (reference, engine):
+                child.answer(ANSWER_SECONDS)
+            self.rounds.append(0)
+            self.memory.append([])
+            stats, ends = {}, time.monotonic() + seconds
+            while (time.monotonic() < ends or not self.rounds[-1]) and self.rounds[-1] < num_rounds:
+                stats = self._round(reference, engine)
+            self.counts.update({name: stats[name] for name in ("steps", "emitted_tokens", "accepted_tokens")})
+            reference.stop()
+            if life:  # the first one is killed
+                engine.stop()
 
-    def _round(self) -> dict[str, Any]:
+    def _round(self, reference: Child, engine: Child) -> dict[str, Any]:
         round_ = self._workload.next_round()
         self.rounds[-1] += 1
-        for engine in self._engines:
-            engine.begin(round_)
-        plain, ours = (engine.answer() for engine in self._engines)
+        for child in (reference, engine):
+            child.send(round_)
+        plain, ours = (child.answer(ANSWER_SECONDS) for child in (reference, engine))
         wrong = [] if max(ours.live) <= 1 else [f"state of requests is left: {ours.live}"]  # the last one's may be
         if ours.stats["drafter_errors"]:
             wrong.append("the drafter has raised")
