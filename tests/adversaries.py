@@ -103,36 +103,20 @@ def _raise(result):
     raise ArithmeticError("a fault of the drafter's own")
 
 
-def _hang(result):
-    time.sleep(1.0)
-    return result
-
-
-def _garbled(change):
-    """A fault of drafts: `change` gets the tokens and the confidence of each."""
-    return lambda drafts: [Draft(*change(draft.token_ids, draft.confidence)) for draft in drafts]
+def _replaced(draft_of):
+    """A fault of drafts: each becomes (tokens, confidence) of another, for its size."""
+    return lambda drafts: [Draft(*draft_of(draft.token_ids.size)) for draft in drafts]
 
 
 FAULTS = {
     "raises": _raise,
-    "hangs": _hang,
-    "nothing": lambda result: None,
     "a generator": lambda result: (item for item in ()),
     "text": lambda result: "text",
     "a number": lambda result: float("nan"),
     "values that are none": lambda result: {"own": None},
     "values that are no numbers": lambda result: {"own": ["x", 1]},
-    "too few": lambda drafts: drafts[1:],
-    "none of some": lambda drafts: [None for _ in drafts],
-    "wide tokens": _garbled(lambda tokens, confidence: (tokens.astype(np.int64), confidence)),
-    "real tokens": _garbled(lambda tokens, confidence: (tokens + 0.5, confidence)),
-    "negative tokens": _garbled(lambda tokens, confidence: (-1 - tokens, confidence)),
-    "tokens in rows": _garbled(lambda tokens, confidence: (np.stack((tokens, tokens)), np.ones(2 * tokens.size))),
-    "too many": _garbled(lambda tokens, confidence: (np.zeros(99, np.int32), np.ones(99, np.float32))),
-    "out of vocabulary": _garbled(lambda tokens, confidence: (np.full(tokens.size, VOCAB_SIZE, np.int32), confidence)),
-    "NaN": _garbled(lambda tokens, confidence: (tokens, confidence * np.nan)),
-    "more than certain": _garbled(lambda tokens, confidence: (tokens, confidence + 1)),
-    "no confidence": _garbled(lambda tokens, confidence: (tokens, None)),
+    "too many": _replaced(lambda size: (np.zeros(99, np.int32), np.ones(99, np.float32))),
+    "out of vocabulary": _replaced(lambda size: (np.full(size, VOCAB_SIZE, np.int32), np.ones(size, np.float32))),
 }
 """What becomes of what a method returns."""
 

@@ -7,6 +7,8 @@ import importlib.metadata
 import os
 import random
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,14 @@ def free_port() -> int:
             return port
 
 
+def wait_until(holds: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait for what another thread or process does, but not forever."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def environment_for_a_process(**variables: str) -> dict[str, str]:
     """This process's environment without what a trainer in it has set there for its engine.
 
@@ -81,23 +91,34 @@ with contextlib.suppress(importlib.metadata.PackageNotFoundError):
 VOCAB_SIZE = 24
 
 
-def write_tiny_model(path: Path) -> None:
-    """A random Llama with a small vocabulary and sharp enough logits that drafts are accepted and rejected."""
-    import torch
+def write_tokenizer(path: Path, vocab_size: int) -> None:
+    """Each token is a word: four special ones, then w0, w1, ..."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    words = ["<pad>", "<bos>", "<eos>", "<unk>", *(f"w{i}" for i in range(VOCAB_SIZE - 4))]
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    words = [*special.values(), *(f"w{i}" for i in range(vocab_size - len(special)))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        padding_side="left",
-    ).save_pretrained(path)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **special).save_pretrained(path)
+
+
+def sharpen(model, kept: tuple[str, ...] = ()) -> None:
+    """Make random weights larger, so that drafts are accepted and rejected, but for those with such names."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and not any(part in name for part in kept):
+                parameter.mul_(3.0)
+
+
+def write_tiny_model(path: Path) -> None:
+    """A random Llama with a small vocabulary."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    write_tokenizer(path, VOCAB_SIZE)
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -116,10 +137,7 @@ def write_tiny_model(path: Path) -> None:
             dtype="float32",
         )
     )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(3.0)
+    sharpen(model)
     model.save_pretrained(path)
 
 

@@ -1,7 +1,6 @@
-"""Triton kernels on the CPU: compiled and emulated (`tests/ptx`), or run as Python by Triton's interpreter.
+"""Triton kernels on the CPU: compiled, and emulated (`tests/ptx`), which takes a C compiler.
 
-The environment variable KERNELS chooses: `emulate`, the default where there is a C compiler, `races` (emulated in
-random order, looking for races) or `interpret`. KERNELS_CAPABILITY=80 compiles for another GPU than Hopper;
+KERNELS=races runs them in random order and looks for races. KERNELS_CAPABILITY=80 compiles for another GPU than Hopper;
 KERNELS_FILL_CACHE=1 leaves machine code in TRITON_CACHE_DIR, for a GPU to find.
 """
 
@@ -10,56 +9,19 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-import shutil
 from types import SimpleNamespace
-
-KERNELS = os.environ.get("KERNELS") or ("emulate" if shutil.which("cc") else "interpret")
 
 
 def run_kernels() -> None:
     """Make Triton run the kernels that are launched from now on, on the CPU."""
-    if KERNELS == "interpret":
-        interpret_triton()  # before triton is imported, whose own functions are kernels, too
-        return
     if importlib.util.find_spec("triton") is None:
         return
     from tests.ptx import driver, machine
 
     fills_cache = os.environ.get("KERNELS_FILL_CACHE") == "1"
     driver.emulate(int(os.environ.get("KERNELS_CAPABILITY", "90")), fills_cache=fills_cache)
-    if KERNELS == "races":
+    if os.environ.get("KERNELS") == "races":
         machine.settings.check_races, machine.settings.seed = True, 1
-
-
-def run_as_python() -> bool:
-    """Whether Triton's interpreter runs the kernels."""
-    return KERNELS == "interpret"
-
-
-def interpret_triton() -> None:
-    """Make Triton interpret the kernels that are defined from now on."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        import triton.language as tl
-        from triton.runtime import interpreter
-    except ImportError:
-        return
-
-    # A launch replaces triton.language's functions. Triton replaces them again, for good, at every call of a device
-    # function, which takes longer than the call. Once is enough, for the functions of triton.language's own modules.
-    patched: list[object] = []
-
-    def call(self, *args, **kwargs):
-        modules = self.fn.__globals__.values()
-        if not patched and any(value is tl.core for value in modules):
-            interpreter._patch_lang(self.fn)
-            patched.append(self.fn)
-        return self.rewrite()(*args, **kwargs)
-
-    interpreter.InterpretedFunction.__call__ = call
-
-    # A third of the time went into looking for integer overflow at every sum and product. No compiled kernel does.
-    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
 
 
 def show_vllm_a_backend() -> None:

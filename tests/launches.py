@@ -6,12 +6,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from tests.interpreter import run_as_python
 
-Kernel = InterpretedFunction if run_as_python() else JITFunction
+def ours(*modules) -> set[str]:
+    """The names of the kernels of modules, without the functions that kernels call."""
+    functions = {name for module in modules for name, value in vars(module).items() if isinstance(value, JITFunction)}
+    return {name for name in functions if name.endswith("_kernel")}
 
 
 def _kind(value, is_constant, is_specialised):
@@ -28,13 +29,10 @@ def _kind(value, is_constant, is_specialised):
 @contextmanager
 def recorded_variants():
     """A set that grows by (kernel, kind of each argument) with every launch."""
-    variants, run = set(), Kernel.run
+    variants, run = set(), JITFunction.run
 
     def record(self, *args, grid, warmup, **kwargs):
-        if Kernel is JITFunction:
-            unspecialised = [p.name for p in self.params if p.do_not_specialize]
-        else:
-            unspecialised = self.kwargs.get("do_not_specialize") or ()
+        unspecialised = [p.name for p in self.params if p.do_not_specialize]
         constants = {name for name, kind in self.fn.__annotations__.items() if "constexpr" in str(kind)}
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs
         kinds = [_kind(given[name], name in constants, name not in unspecialised) for name in self.arg_names]
@@ -42,5 +40,5 @@ def recorded_variants():
         return run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Kernel, "run", record)
+        patch.setattr(JITFunction, "run", record)
         yield variants

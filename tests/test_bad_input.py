@@ -30,6 +30,8 @@ from rollout_spec.noise import host as noise
 from tests.test_doctor import a_report
 
 NAN, INF = math.nan, math.inf
+CUSTOM, MTP = "examples.custom_drafter.RepeatDrafter", {"method": "mtp", "num_speculative_tokens": 3}
+NO_DRAFTS = RolloutSpecConfig(speculation=False)
 
 
 class Unprintable:
@@ -67,7 +69,23 @@ def generator(**options):
 
 
 CALLS = [
-    # Options of an engine and of its drafter; more are in tests/test_config.py.
+    # Options of an engine and of its drafter.
+    (lambda: engine_kwargs(num_speculative_tokens=True), "num_speculative_tokens must be an int, got True"),
+    (lambda: engine_kwargs(drafter="devise"), "'device', 'history', 'lookahead', 'ngram', 'suffix']"),
+    (lambda: engine_kwargs(drafter_options={"max_draft_tokens": 3}), "drafter_options are features, max_history_tok"),
+    (lambda: engine_kwargs(drafter_options=[1]), "drafter_options must be a dict, got [1]"),
+    (lambda: engine_kwargs(history_dir=""), "history_dir must be a path or a URL, got ''"),
+    (lambda: engine_kwargs(history_dir="x", speculation=False), "history_dir is set, but the engine keeps no history"),
+    (lambda: engine_kwargs(history_dir="x", drafter="lookahead"), "drafter 'lookahead' has no history"),
+    (lambda: engine_kwargs(history_dir="x", drafter=CUSTOM), "has no max_history_tokens, record_rollouts, take_rec"),
+    (lambda: engine_kwargs(history_dir="nowhere://x"), "history_dir 'nowhere://x' cannot be used"),
+    (lambda: engine_kwargs(max_history_dir_bytes=0), "max_history_dir_bytes must be at least 1, got 0"),
+    (lambda: engine_kwargs(verify="ratio"), "verify must be one of ('sample', 'rejection'), got 'ratio'"),
+    (lambda: engine_kwargs(speculation=1), "speculation must be a bool, got 1"),
+    (lambda: engine_kwargs(speculative_config="mtp"), "speculative_config must be a dict, got 'mtp'"),
+    (lambda: engine_kwargs(speculative_config={"method": "mtp"}), "speculative_config needs num_speculative_tokens"),
+    (lambda: engine_kwargs(speculative_config={**MTP, "method": "ngram"}), "'ngram', which cannot draft beside histo"),
+    (lambda: engine_kwargs(speculative_config=MTP, speculation=False), "remove one of them"),
     (lambda: engine_kwargs(num_speculative_tokens=np.float64(8)), "num_speculative_tokens must be an int, got"),
     (lambda: engine_kwargs(num_speculative_tokens=10**400), "num_speculative_tokens must be from 1 to 128, got"),
     (lambda: engine_kwargs(num_speculative_tokens=Unprintable()), "num_speculative_tokens must be an int, got"),
@@ -76,7 +94,6 @@ CALLS = [
     (lambda: engine_kwargs(history_dir=b"x"), "history_dir must be a path or a URL, got b'x'"),
     (lambda: RolloutSpecConfig.from_dict({"num_speculative_token": 3}), "'num_speculative_token'; did you mean"),
     (lambda: RolloutSpecConfig.from_dict([1]), "the rollout_spec config must be a dict, such as"),
-    (lambda: check_options("devise", {}), "'device', 'history', 'lookahead', 'ngram', 'suffix']"),
     (lambda: check_options("history", {"feature": 1}), "drafter_options are features, max_history_tokens; did"),
     (lambda: check_options("history", {"min_survival": 0.1}), "'history' does not take 'min_survival': drafter_opt"),
     (lambda: check_options("history", {"features": "yes"}), "features must be a bool, got 'yes'"),
@@ -103,6 +120,9 @@ CALLS = [
     (lambda: EngineController(None), "config must be a RolloutSpecConfig, got None"),
     (lambda: controller(llm_kwargs=[("dtype", "float32")]), "llm_kwargs must be a dict of keyword arguments, got"),
     (lambda: controller(logprob_tolerance=NAN), "logprob_tolerance must be at least 0, got nan"),
+    (lambda: controller(compare_every=2), "compare_every must be at least 3, got 2"),
+    (lambda: controller(compare_every=True), "compare_every must be an int, got True"),
+    (lambda: EngineController(NO_DRAFTS, compare_every=4), "compare_every compares with drafts, and speculation is Fa"),
     (lambda: controller().begin_run(seed=2**63), "seed must fit in 64 bits, got 9223372036854775808"),
     (lambda: controller().begin_run(seed=0, replica=-1), "replica must be at least 0, got -1"),
     (lambda: controller().begin_step(-1), "step must be at least 0, got -1"),
@@ -131,6 +151,8 @@ CALLS = [
     (lambda: variable('{"budget": "no"}'), "ROLLOUT_SPEC: budget must be a bool, got 'no'"),
     (lambda: variable('{"num_speculative_tokens": 0}'), "ROLLOUT_SPEC: num_speculative_tokens must be from 1 to 128"),
     # Noise.
+    (lambda: noise.derive_seed(), "derive_seed needs at least one part"),
+    (lambda: noise.derive_seed(1.5), "parts of derive_seed must be integers and strings, got 1.5"),
     (lambda: noise.derive_seed("run", None), "parts of derive_seed must be integers and strings, got None"),
     (lambda: noise.derive_seed(True), "parts of derive_seed must be integers and strings, got True"),
 ]
@@ -191,6 +213,7 @@ def test_a_call_of_a_drafter_that_is_refused_changes_nothing(call, message):
     "call",
     [
         lambda: engine_kwargs(num_speculative_tokens=np.int32(8), drafter_options={"max_history_tokens": np.int64(5)}),
+        lambda: engine_kwargs(drafter_options={"max_resident_tokens": 4096}),  # which "auto" takes on a GPU
         lambda: build_drafter("history", min_survival=0, num_threads=np.int64(2), features=False),
         lambda: controller(logprob_tolerance=np.float32(0.1)).begin_run(seed=np.int64(-3), replica=np.int64(3)),
         lambda: controller(logprob_tolerance=INF).begin_step(np.int64(3)),
@@ -248,10 +271,7 @@ def test_a_command_that_is_refused(command, message, places, capsys):
     assert message.format_map(places) in said
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["", "nonsense", "serve m", "doctor x --device", "doctor x y", "doctor --plot x"],
-)
+@pytest.mark.parametrize("words", ["", "nonsense", "serve m", "doctor x --device", "doctor x y", "doctor --plot x"])
 def test_words_that_are_no_command(words, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(words.split())

@@ -25,40 +25,6 @@ def test_options_of_configuration_libraries():
     assert options == {"max_history_tokens": 5}
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"num_speculative_tokens": 0}, ValueError, "from 1 to 128, got 0"),
-        ({"num_speculative_tokens": True}, TypeError, "must be an int"),
-        ({"num_spec_tokens": 4}, ValueError, "unknown rollout_spec config key 'num_spec_tokens'"),
-        ({"drafter": 3}, TypeError, "drafter"),
-        ({"drafter": "devise"}, ValueError, "'device', 'history', 'lookahead', .*; did you mean 'device'?"),
-        ({"drafter_options": {"max_draft_tokens": 3}}, ValueError, "drafter_options are features, max_history_tokens"),
-        ({"drafter_options": [1]}, TypeError, "drafter_options"),
-        ({"history_dir": ""}, TypeError, "history_dir must be a path or a URL"),
-        ({"history_dir": "x", "speculation": False}, ValueError, "the engine keeps no history"),
-        ({"history_dir": "x", "drafter": "lookahead"}, ValueError, "drafter 'lookahead' has no history"),
-        (
-            {"history_dir": "x", "drafter": "examples.custom_drafter.RepeatDrafter"},
-            ValueError,
-            "has no max_history_tokens, record_rollouts, take_recorded, add_rollouts, knows",
-        ),
-        ({"history_dir": "nowhere://x"}, ValueError, "history_dir 'nowhere://x' cannot be used"),
-        ({"max_history_dir_bytes": 0}, ValueError, "max_history_dir_bytes must be at least 1, got 0"),
-        ({"verify": "ratio"}, ValueError, "verify"),
-        ({"speculation": 1}, TypeError, "speculation"),
-        ({"speculative_config": "mtp"}, TypeError, "speculative_config must be a dict"),
-        ({"speculative_config": {"method": "mtp"}}, ValueError, "speculative_config needs num_speculative_tokens"),
-        ({"speculative_config": {**MTP, "method": "ngram"}}, ValueError, "'ngram', which cannot draft beside history"),
-        ({"speculative_config": MTP, "speculation": False}, ValueError, "remove one of them"),
-        ({"budget": 1}, TypeError, "budget must be a bool"),
-    ],
-)
-def test_bad_options(options, error, message):
-    with pytest.raises(error, match=message):
-        engine_kwargs(**options)
-
-
 def test_round_trip():
     config = RolloutSpecConfig(num_speculative_tokens=3, drafter_options={"features": False})
     assert RolloutSpecConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config

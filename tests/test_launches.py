@@ -27,7 +27,6 @@ def test_sizes_are_those_that_triton_computes(a, b):
     assert next_power_of_2(b) == triton.next_power_of_2(b)
 
 
-@pytest.mark.skipif(not isinstance(_kernel, triton.runtime.jit.JITFunction), reason="the interpreter checks nothing")
 def test_the_constants_of_launched_kernels_are_no_longer_compared():
     """Those of a function that kernels call, and of a kernel that has only been read, stay."""
     assert _kernel.cache_key

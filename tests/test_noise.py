@@ -39,12 +39,6 @@ def murmur3_32(data: bytes, seed: int) -> int:
     return h ^ (h >> 16)
 
 
-def test_oracle_on_known_vectors():
-    assert murmur3_32(b"", 1) == 0x514E28B7
-    assert murmur3_32(b"\x00\x00\x00\x00", 0) == 0x2362F9DE
-    assert murmur3_32(b"test", 0x9747B28C) == 0x704B81DC
-
-
 words = st.one_of(st.integers(0, 2**31 + 1), st.sampled_from([0, 2**31 - 1, 2**31, 2**32 - 1]))
 seeds = st.one_of(st.integers(-(2**63), 2**63 - 1), st.sampled_from([-1, -(2**63), 2**63 - 1, 2**32, 2**31]))
 
@@ -60,13 +54,6 @@ def test_implementations_agree(seed, position, token, domain):
     assert noise_torch.uniform32(s, p, t, domain=domain).numpy()[0, 0] == noise.uniform_from_hash(expected)
     g = noise.gumbel(seed, position, token, domain)
     assert abs(float(noise_torch.gumbel(s, p, t, domain=domain)) - g) <= noise_torch.GUMBEL_TOLERANCE
-
-
-def test_whole_vocabularies_agree():
-    seeds, positions = np.array([3, -7, 2**40]), np.array([0, 5, 100_000])
-    expected = uniform32(seeds[:, None], positions[:, None], np.arange(5000))
-    got = noise_torch.uniform32(torch.from_numpy(seeds), torch.from_numpy(positions), 5000)
-    np.testing.assert_array_equal(got.numpy(), expected)
 
 
 def test_extremes_are_finite_and_as_stated():
@@ -130,9 +117,6 @@ def test_derive_seed():
     many = {noise.derive_seed(0, step, i) for step in range(100) for i in range(1000)}
     assert len(many) == 100_000
     assert all(0 <= seed < 2**63 for seed in many)
-    for bad in ((), (1.5,), (True,), (None,)):
-        with pytest.raises(TypeError, match="derive_seed"):
-            noise.derive_seed(*bad)
 
 
 BORDERS = np.array([0, 1, 127, 2**16 - 1, 2**16, 2**31 - 1, 2**31, 2**32 - 129, 2**32 - 128, 2**32 - 127, 2**32 - 1])
@@ -180,12 +164,14 @@ def test_torch_logarithms_stay_within_the_tolerance(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_torch_token_tensors(dtype):
-    """The same tokens in all rows, and other tokens in each."""
+    """The same tokens in all rows, other tokens in each, and a whole vocabulary."""
     seeds, positions = torch.tensor([3, -7, 2**40]), torch.tensor([0, 2**31, 2**32 - 1])
     rows = torch.tensor([[0, 5, 2**31 - 1], [7, 7, 1], [2, 3, 4]], dtype=dtype)
     for tokens in (rows[0], rows):
         expected = uniform32(seeds.numpy()[:, None], positions.numpy()[:, None], tokens.numpy(), 3)
         np.testing.assert_array_equal(noise_torch.uniform32(seeds, positions, tokens, domain=3).numpy(), expected)
+    expected = uniform32(seeds.numpy()[:, None], positions.numpy()[:, None], np.arange(5000))
+    np.testing.assert_array_equal(noise_torch.uniform32(seeds, positions, 5000).numpy(), expected)
     assert noise_torch.uniform32(seeds[:0], positions[:0], 4).shape == (0, 4)
 
 

@@ -69,24 +69,6 @@ def attempts_of(code: str, *arguments: object) -> list[str]:
     return json.loads(line.removeprefix("attempts "))
 
 
-def test_the_guard_sees_who_tries():
-    code = """
-import socket, urllib.request
-for call in (lambda: socket.create_connection(("192.0.2.1", 80), 1), lambda: socket.getaddrinfo("example.org", 80),
-             lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect(("192.0.2.1", 80)),
-             lambda: urllib.request.urlopen("http://example.org", timeout=1)):
-    try:
-        call()
-    except OSError as error:
-        assert "no network" in str(error), error
-    else:
-        raise AssertionError
-with socket.create_server(("localhost", 0)) as server:
-    socket.create_connection(server.getsockname()).close()
-"""
-    assert attempts_of(code) == ["<string>"] * 4
-
-
 @pytest.mark.exhaustive
 def test_drafters_and_commands_stay_on_this_machine(tiny_model, tmp_path):
     report, traces, history = tmp_path / "report.json", tmp_path / "rollouts.parquet", tmp_path / "history"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from random import Random
 
 import numba
 import numpy as np
@@ -100,7 +99,7 @@ def reject(drafter, req_ids, targets):
     rows, verified = np.array([drafter.row_of(req_id) for req_id in req_ids]), [len(some) - 1 for some in targets]
     outcome = sampled(drafter.table, rows, [some[:1] for some in targets], num_verified=verified)
     text = np.empty(LOOKAHEAD_ORDER + drafter._max_draft_tokens, np.int32)
-    step.remember_rejected(drafter.table.arrays, drafter._known(), outcome, np.concatenate(targets), text)
+    step.remember_rejected(drafter.table.arrays, drafter._state(), outcome, np.concatenate(targets), text)
 
 
 class Recorder:
@@ -149,19 +148,6 @@ class Recorder:
         assert not documents
         return context + prompt[num_known:]
 
-    def start_interleaved(
-        self, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], random: Random, flush: float = 0.0
-    ) -> None:
-        """Requests "0", "1", … of two problems that grow token by token in any order, indexed now and then."""
-        for i in range(len(texts)):
-            self.start(str(i), prompts[i % len(prompts)], problem_id=7 + i % 2)
-        turns = [(i, token) for i, tokens in enumerate(texts) for token in tokens]
-        random.shuffle(turns)
-        for i, token in turns:
-            self.extend(str(i), [token])
-            if random.random() < flush:
-                self.drafter._flush()
-
     def extend(self, req_id: str, tokens: Sequence[int], features: Features | None = None) -> None:
         self.drafter.extend(req_id, tokens, features)
         self._live[req_id].tokens.extend(int(token) for token in tokens)
@@ -202,6 +188,7 @@ class Recorder:
         expected = {document: text.tokens for document, text in self._texts.items()} | self._contexts
         assert {document: store.text(document).tolist() for document in documents} == expected
         assert store.num_tokens == sum(map(len, expected.values()))
+        assert store.num_used_pages == sum(-(-len(tokens) // PAGE_TOKENS) for tokens in expected.values())
 
     def place(self, position: int) -> Place:
         store = self.drafter._store.arrays

@@ -91,19 +91,3 @@ def test_no_text_passes_between_a_request_on_its_own_and_others(name):
 
     run()
     assert np.mean(num_drafted) > 10
-
-
-def test_others_are_drafted_from_where_no_request_is_on_its_own():
-    """The text of `text_of` is such that a leak would show."""
-    for own_only in (False, True):
-        drafter = HistoryDrafter(shared=True, min_survival=0.0)
-        drafter.record_rollouts()
-        drafter.start_request("other", [9], problem_id=1, own_only=own_only)
-        drafter.extend("other", [1, 2, 3, 4, 5, 6, 10])
-        for number, problem_id in enumerate((1, 2)):
-            drafter.start_request(str(number), [8], problem_id=problem_id)
-            drafter.extend(str(number), [3, 4, 5, 6])
-        drafts = drafter.propose(["0", "1"], np.full(2, 1, np.int32))
-        assert [draft.token_ids.tolist() for draft in drafts] == [[] if own_only else [10]] * 2
-        drafter.stop_request("other")
-        assert len(drafter.take_recorded()) == drafter.history_summary()["rollouts"] == (not own_only)

@@ -1,14 +1,11 @@
-"""The demo's task, policy and picture; the demo itself is run by `make demo`."""
+"""What the demo does before it trains; the demo itself is run by `make demo`."""
 
 from __future__ import annotations
 
 import io
-import random
 import sys
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -16,68 +13,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.demo.__main__ import main
-from examples.demo.policy import (
-    build_tokenizer,
-    warm_start,
-)
-from examples.demo.task import OPERATORS, make_prompt, parse_prompt, reward, trace_text, word
-
-FIXED = settings(deadline=None, derandomize=True)
-SEEDS = st.integers(0, 2**32 - 1)
-PROMPT = "numbers 7 3 5 target 22 :"
-TOKENIZER = build_tokenizer()
-
-
-@FIXED
-@given(SEEDS)
-def test_a_trace_is_true_and_rewarded_exactly_when_it_claims_a_hit(seed):
-    rng = random.Random(seed)
-    prompt = make_prompt(rng)
-    numbers, _ = parse_prompt(prompt)
-    assert len(set(numbers)) == 3
-    trace = trace_text(prompt, rng)
-    assert ("answer" in trace) != trace.endswith(" stop")
-    assert reward(prompt, trace) == float("answer" in trace)
-    tries = [words.split() for words in trace.split("try ")[1:]]
-    assert len({tuple(words) for words in tries}) == len(tries)
-    for words in tries:
-        for i in (i for i, text in enumerate(words) if text == "="):
-            assert words[i + 1] == word(OPERATORS[words[i - 2]](int(words[i - 3]), int(words[i - 1])))
-
-
-@FIXED
-@given(SEEDS)
-def test_the_tokenizer_knows_every_word_and_round_trips(seed):
-    rng = random.Random(seed)
-    prompt = make_prompt(rng)
-    text = f"{prompt} {trace_text(prompt, rng)}"
-    ids = TOKENIZER.encode(text)
-    assert len(ids) == len(text.split())
-    assert TOKENIZER.unk_token_id not in ids
-    assert TOKENIZER.decode(ids) == text
-    assert TOKENIZER.decode([*ids, TOKENIZER.eos_token_id], skip_special_tokens=True) == text
-
-
-@pytest.mark.parametrize(
-    ("completion", "expected"),
-    [
-        ("answer ( 5 * 3 ) + 7", 1.0),
-        ("try 3 - 7 = out no answer 7 + ( 3 * 5 )", 1.0),
-        ("answer ( 7 * 3 ) - 5", 0.5 * (1 - 6 / 20)),
-        ("answer ( 7 + 3 ) - 5", 0.5 * (1 - 17 / 20)),
-        ("answer ( 7 * 5 ) * 3", 0.0),  # misses by more than the scale
-        ("", 0.0),
-        ("( 5 * 3 ) + 7", 0.0),
-        ("answer ( 5 * 3 ) + 7 try", 0.0),
-        ("answer answer ( 5 * 3 ) + 7", 0.0),
-        ("answer ( 7 + 3 ) * 5 answer ( 5 * 3 ) + 7", 0.0),
-        ("answer ( 5 * 3 + 7", 0.0),
-        ("answer ( 5 * 3 ) / 7", 0.0),
-        ("answer ( 9 + 9 ) + 4", 0.0),
-    ],
-)
-def test_reward_of_an_answer(completion, expected):
-    assert reward(PROMPT, completion) == pytest.approx(expected)
+from examples.demo.policy import build_tokenizer, warm_start
 
 
 def test_a_piped_warm_start_says_how_far_it_is_and_writes_the_same_policy_again(tmp_path, monkeypatch):
@@ -93,7 +29,7 @@ def test_a_piped_warm_start_says_how_far_it_is_and_writes_the_same_policy_again(
         assert weight.equal(twin)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
     assert tokenizer.padding_side == "left"
-    assert tokenizer.get_vocab() == TOKENIZER.get_vocab()
+    assert tokenizer.get_vocab() == build_tokenizer().get_vocab()
 
 
 @pytest.mark.parametrize(

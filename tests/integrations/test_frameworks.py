@@ -1,7 +1,6 @@
 """The lines of docs/frameworks.md switch rollout_spec on, in the frameworks' own code where it is installed.
 
-`make test-frameworks` makes an environment with the frameworks; elsewhere their tests are skipped. `test_ray` has
-their rollouts.
+`make test-frameworks` makes an environment with the frameworks; elsewhere their tests are skipped.
 """
 
 from __future__ import annotations
@@ -43,11 +42,6 @@ def variable(text):
     """The value of ROLLOUT_SPEC in an `export` line."""
     (value,) = (word for word in shlex.split(text) if word.startswith("ROLLOUT_SPEC="))
     return value.removeprefix("ROLLOUT_SPEC=")
-
-
-def with_options(variable, **options):
-    """The value of ROLLOUT_SPEC with more options."""
-    return json.dumps({**json.loads(variable), **options})
 
 
 def verl_override():

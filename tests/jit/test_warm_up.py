@@ -21,10 +21,7 @@ ROOT = Path(__file__).parents[2]
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
 CONFIGS = {
     "history": {"drafter": "history"},
-    "options": {
-        "drafter": "history",
-        "drafter_options": {"lookahead": True},
-    },
+    "options": {"drafter": "history", "drafter_options": {"lookahead": True}},
     "suffix": {"drafter": "suffix", "num_speculative_tokens": 3},
     "ngram": {"drafter": "ngram", "budget": False},
     "lookahead": {"drafter": "lookahead"},

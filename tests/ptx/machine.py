@@ -131,6 +131,8 @@ def _compile(sources: dict[str, str], stem: str) -> Path:
             for name, text in sources.items():
                 (Path(folder) / name).write_text(text)
             output = Path(folder) / library.name
+            if COMPILER is None:
+                raise RuntimeError("the tests of kernels need a C compiler: cc, gcc or clang")
             command = [COMPILER, *FLAGS, f"-I{HERE}", *(str(Path(folder) / name) for name in sources)]
             subprocess.run([*command, "-o", str(output), "-lm"], check=True)
             output.replace(library)

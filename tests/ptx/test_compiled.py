@@ -14,12 +14,9 @@ from rollout_spec.drafters.model.choice_device import DeviceChoice
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel
 from tests.drafters.device.test_device import Engine, K
-from tests.interpreter import run_as_python
 from tests.ptx import machine
 from tests.ptx.machine import Counts, changed_settings
 from tests.verify.batches import assert_agrees, kernel_verify
-
-pytestmark = pytest.mark.skipif(run_as_python(), reason="compiles the kernels")
 
 VOCAB = 4096
 
@@ -32,23 +29,11 @@ def far_apart(logits: torch.Tensor) -> torch.Tensor:
 
 def verify_all_ways(verify, logits):
     """Three requests with a draft each, of which all kernels of verification run."""
-    rows = SamplingBatch(
-        temperature=torch.ones(3),
-        seeds=torch.arange(3),
-        positions=torch.arange(3),
-    )
+    rows = SamplingBatch(temperature=torch.ones(3), seeds=torch.arange(3), positions=torch.arange(3))
     drafts = cu = torch.tensor([1, 2, 3], dtype=torch.int32)
     results = [
         verify(logits, drafts, cu, rows, logprobs_mode="raw_logprobs", hidden=torch.ones(6, 4), max_draft_tokens=1),
-        verify(
-            logits,
-            drafts,
-            cu,
-            rows,
-            method="rejection",
-            logprobs_mode="processed_logprobs",
-            max_draft_tokens=1,
-        ),
+        verify(logits, drafts, cu, rows, method="rejection", logprobs_mode="processed_logprobs", max_draft_tokens=1),
     ]
     is_emitted = results[0].target_token_ids >= 0
     results[0] = results[0]._replace(features=results[0].features[is_emitted])

@@ -10,13 +10,10 @@ pytest.importorskip("triton")
 
 import triton
 
-from tests.interpreter import run_as_python
 from tests.ptx import resources
 
 RECORDED = json.loads(resources.RECORDED.read_text())
 REWRITE = "`python -m tests.ptx.resources` writes what is found now, to be committed"
-
-pytestmark = pytest.mark.skipif(run_as_python(), reason="compiles the kernels")
 
 
 @pytest.fixture(scope="module")

@@ -16,14 +16,12 @@ from rollout_spec.drafters.device import drafter as device
 from rollout_spec.transfers import HostCopy
 from tests.drafters.device.test_device import PROMPTS, Engine
 from tests.drafters.recorder import random_features
-from tests.interpreter import run_as_python
 from tests.ptx.streams import late_streams
 
 SEEDS = range(4)
-pytestmark = pytest.mark.skipif(run_as_python(), reason="runs the compiled kernels")
 
 
-def work(seed, num_operations=80):
+def work(seed):
     """Everything that the drafter says in a random life of requests, in a pool so small that problems leave and return.
 
     Drafts are read a while after they were made, rollouts when they have arrived.
@@ -32,7 +30,7 @@ def work(seed, num_operations=80):
     engine = Engine(max_requests=3, max_resident_tokens=64)
     engine.drafter.record_rollouts()
     said, copies, recorded, version = [], [], [], 0
-    for _ in range(num_operations):
+    for _ in range(80):
         operation = rng.choice(["start", "commit", "commit", "propose", "propose", "stop", "add", "version"])
         live = sorted(engine.live)
         if operation == "start" and engine.free:

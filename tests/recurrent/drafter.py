@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from rollout_spec.types import Draft
+from tests.adversaries import FiveMethods
 from tests.recurrent.models import VOCAB_SIZE
 
 OUTPUTS: dict[tuple[int, ...], list[int]] = {}
 """By prompt: what it is followed by. A test fills it."""
 
 
-class Cut:
+class Cut(FiveMethods):
     """Drafts the target's own tokens.
 
     Args:
@@ -50,12 +51,3 @@ class Cut:
 
     def stop_request(self, req_id, *, keep=True):
         del self._requests[req_id]
-
-    def begin_policy_version(self, version):
-        pass
-
-    def memory_bytes(self):
-        return 0
-
-    def check_integrity(self):
-        pass

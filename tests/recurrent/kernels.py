@@ -1,6 +1,6 @@
 """vLLM's Triton kernels for recurrent layers on a CPU, in place of the C++ that its CPU build has instead.
 
-They are emulated or interpreted as ours are (`tests/interpreter.py`). Chunked prefill of gated DeltaNet multiplies
+They are emulated as ours are (`tests/interpreter.py`). Chunked prefill of gated DeltaNet multiplies
 matrices in shared memory, which the emulator does not know: it is the recurrence itself here.
 """
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+
+from tests.conftest import sharpen, write_tokenizer
 
 VOCAB_SIZE, LAYERS = 64, 4
 KEPT = ("A_log", "dt_bias", "norm", "conv")
@@ -59,12 +59,6 @@ MODELS = {"gated_delta_net": gated_delta_net, "mamba2": mamba2, "short_convoluti
 def _save(model_class: type, config: object, path: Path) -> None:
     torch.manual_seed(0)
     model = model_class(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1 and not any(part in name for part in KEPT):
-                parameter.mul_(3.0)
+    sharpen(model, KEPT)
     model.save_pretrained(path)
-    words = ["<pad>", "<bos>", "<eos>", "<unk>", *(f"w{i}" for i in range(VOCAB_SIZE - 4))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(path)
+    write_tokenizer(path, VOCAB_SIZE)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -26,7 +25,16 @@ from vllm.sampling_params import RequestOutputKind
 from rollout_spec.noise import host as noise
 from tests.conftest import VOCAB_SIZE
 from tests.drafters.recorder import FUZZING
-from tests.integrations.engines import FIRST_PROMPTS, GAP, LAST, MIXES_MASKS, generate, runner_of, stats_of
+from tests.integrations.engines import (
+    FIRST_PROMPTS,
+    GAP,
+    LAST,
+    MIXES_MASKS,
+    assert_same_scores,
+    generate,
+    runner_of,
+    stats_of,
+)
 
 NUM_LIVES = int(os.environ.get("ENGINE_LIVES", "0"))
 """So many lives, other ones in every run; 0: a few, always the same ones."""
@@ -405,12 +413,8 @@ class EngineLife(RuleBasedStateMachine):
             if not rollout.start:
                 assert rollout.text == expected.text
         if params.logprobs is not None:
-            pairs = zip(rollout.logprobs[rollout.start :][:at], expected.logprobs, strict=False)
-            for ours, theirs in pairs:
-                assert ours.keys() == theirs.keys()
-                for token in ours:
-                    assert ours[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-4)
-                    assert ours[token].rank == theirs[token].rank
+            ours = rollout.logprobs[rollout.start :][:at]
+            assert_same_scores(ours, expected.logprobs[: len(ours)])
 
     def _assert_close(self, prompt: list[int], params: SamplingParams, tokens: list[int], at: int, other: int) -> None:
         """Two tokens were so close that rounding decides: by their noise, and scores that the other engine gives."""
@@ -423,6 +427,14 @@ class EngineLife(RuleBasedStateMachine):
         if params.temperature:
             scores = scores + noise.gumbel(params.seed, len(prompt) + at - 1, two)
         assert abs(scores[0] - scores[1]) < GAP, f"token {at} is {other}, not {tokens[at]}: {params}"
+
+
+def check_what_is_live(session: Any) -> None:
+    """A folder's history counts the requests that are live of each problem, and looks at the same problems."""
+    history = session.engine_history
+    if history is not None:
+        assert history._live.total() == len(session.live)
+        assert history._thread._watched.keys() == history._live.keys()
 
 
 class Watch:
@@ -447,6 +459,7 @@ class Watch:
     def check(self, life: EngineLife, took_part: bool) -> None:
         """After a step: the drafter knows the requests that are there, and what they have said."""
         session = self.session
+        check_what_is_live(session)
         if not took_part:
             return
         session.drafter.check_integrity()

@@ -22,6 +22,7 @@ from rollout_spec.integrations.vllm.host_time import HostTime
 from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 from rollout_spec.verify import kernel
 from tests.integrations.engines import (
+    DEVICE,
     FEW_BLOCKS,
     assert_same,
     build,
@@ -32,7 +33,7 @@ from tests.integrations.engines import (
     switching_off_and_on,
 )
 from tests.integrations.vllm.test_tensor_parallel import two_ranks
-from tests.launches import Kernel, recorded_variants
+from tests.launches import ours, recorded_variants
 from tests.runners.adaptive import always_draft, as_on_a_gpu, rising, schedule_of, set_costs
 
 pytestmark = pytest.mark.engine
@@ -46,12 +47,11 @@ COSTS = {
     "small": lambda num_tokens: rising(num_tokens) / 20,
 }
 """Milliseconds of a step by its tokens."""
-OPTIONS = {"drafter": "device", "drafter_options": {"max_resident_tokens": 4096}}
-OURS = {name for module in (kernel, kernels) for name, value in vars(module).items() if isinstance(value, Kernel)}
+OURS = ours(kernel, kernels)
 
 
 def options(k=K):
-    return {"max_num_seqs": 6, **engine_kwargs(num_speculative_tokens=k, **OPTIONS)}
+    return {"max_num_seqs": 6, **engine_kwargs(num_speculative_tokens=k, **DEVICE)}
 
 
 def build_adaptive(model, cost="rising", k=K, **engine):
@@ -262,7 +262,7 @@ def test_a_schedule_of_the_user_s_own_and_no_budget_are_kept(tiny_model):
         proposer = {"model": PROPOSER_PATH, "num_speculative_tokens": K}
         ranges = step_sizes.affordable_ranges(K)  # ours, but chosen
         ranges = {**proposer, "num_speculative_tokens_per_batch_size": ranges}
-        for changed in ({"speculative_config": ranges}, engine_kwargs(**OPTIONS, budget=False)):
+        for changed in ({"speculative_config": ranges}, engine_kwargs(**DEVICE, budget=False)):
             llm = build(tiny_model, **{**options(), **changed})
             assert runner_of(llm).adaptive_verification is None
             assert not isinstance(schedule_of(llm), MeasuredSchedule)

@@ -12,6 +12,7 @@ from vllm import SamplingParams
 from rollout_spec.drafters.base import problem_of_prompt
 from tests.history.made_up import rollouts_in
 from tests.integrations.engines import (
+    DEVICE,
     FIRST_PROMPTS,
     IS_V2,
     LAST,
@@ -20,14 +21,12 @@ from tests.integrations.engines import (
     generate,
     mixed_params,
     session_of,
-    stats_of,
     verify_all,
 )
 
 pytestmark = pytest.mark.engine
 
 K = 3
-DEVICE = {"drafter": "device", "drafter_options": {"max_resident_tokens": 4096}}
 PROMPT = list(range(4, 24))
 
 
@@ -97,9 +96,3 @@ def test_a_salted_request_shares_nothing_unless_salts_are_ignored(tiny_model, tm
     assert {rollout.problem_id == 7 for rollout in rollouts_in(tmp_path)} == {True, False}
     # What is written is counted, not what is there: of equal rollouts those that end apart are one file.
     assert session_of(llm).engine_history.stats()["rollouts_written"] == (7 if ignores else 3)
-
-
-def test_a_drafter_of_a_users_own_need_not_know_of_salts(tiny_model):
-    llm = build(tiny_model, **verify_all(num_speculative_tokens=K, drafter="tests.adversaries.Adversary"))
-    assert ask(llm, "a")[0] == ask(llm, "a")[0]
-    assert stats_of(llm)["drafter_errors"] == 0

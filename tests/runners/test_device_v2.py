@@ -7,15 +7,14 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from rollout_spec import engine_kwargs
 from rollout_spec.config import PROPOSER_PATH
 from rollout_spec.drafters.device import kernels
 from rollout_spec.drafters.device.drafter import DeviceDrafter
-from rollout_spec.integrations.vllm.device import DeviceSpeculator
 from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 from tests.integrations.engines import (
+    DEVICE,
     FEW_BLOCKS,
     PLAIN,
     assert_same,
@@ -36,25 +35,12 @@ K = 3
 
 
 def build_on_device(model, *, budget=False, **engine):
-    options = {"num_speculative_tokens": K, "drafter": "device", "drafter_options": {"max_resident_tokens": 4096}}
-    return build(model, **{"max_num_seqs": 6, **engine_kwargs(budget=budget, **options), **engine})
+    options = engine_kwargs(num_speculative_tokens=K, budget=budget, **DEVICE)
+    return build(model, **{"max_num_seqs": 6, **options, **engine})
 
 
 def drafter_of(llm):
     return runner_of(llm).speculator.drafter
-
-
-def test_it_is_scheduled_asynchronously_and_drafts_from_all_its_sources(tiny_model):
-    device = build_on_device(tiny_model)
-    assert isinstance(runner_of(device).speculator, DeviceSpeculator)
-    assert isinstance(device.llm_engine.engine_core.engine_core.scheduler, AsyncScheduler)
-    for _ in range(2):
-        generate(device, mixed_params(8, 1, max_tokens=10))
-    counts = drafter_of(device).source_counts()
-    assert counts["problem"][0] > 0
-    assert counts["own"][0] > 0
-    (report,) = device.collective_rpc("rollout_spec", args=("report",))
-    assert (report["num_speculative_tokens"], report["has_budget"]) == (K, False)
 
 
 def test_texts_have_room_before_they_need_it(tiny_model, monkeypatch):
@@ -162,15 +148,12 @@ def test_k_may_change_from_step_to_step(tiny_model, off, reference_model, monkey
     assert any(of_step is not None for of_step in seconds)
 
 
-def test_while_nothing_is_drafted_nothing_is_verified_and_all_is_learnt(tiny_model, reference_model):
+def test_while_nothing_is_drafted_nothing_is_verified(tiny_model):
     llm = build_on_device(tiny_model, budget=True)
     lengths, params = lengths_of_drafts(llm), mixed_params(3, 6, temperature=1.0, **{**PLAIN, "max_tokens": 20})
     llm.collective_rpc("rollout_spec", args=("set_enabled", False))
     generate(llm, params, prompts_of(params))
     assert {length for of_step in lengths for length in of_step} == {0}
-    num_checked, num_unknown = check_features(rollouts_of(llm), reference_model, 1.0)
-    assert num_checked > 20
-    assert num_unknown == 0
     llm.collective_rpc("rollout_spec", args=("set_enabled", True))
     generate(llm, params, prompts_of(params))
     assert any(length for of_step in lengths for length in of_step)

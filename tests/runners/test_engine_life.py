@@ -10,7 +10,7 @@ from rollout_spec import engine_kwargs
 from tests.conftest import VOCAB_SIZE
 from tests.integrations.engines import IS_V2, build, count_preemptions, every_draft, session_of, stats_of, verify_all
 from tests.runners import engine_life
-from tests.runners.engine_life import EngineLife, Rollout, Watch, changer_of_weights
+from tests.runners.engine_life import EngineLife, Rollout, Watch, changer_of_weights, check_what_is_live
 
 pytestmark = pytest.mark.engine
 
@@ -51,9 +51,9 @@ def test_any_life_gives_the_same_rollouts(tiny_model, off, tmp_path, has_folder)
 
 
 @pytest.mark.skipif(not IS_V2, reason="V1 has no drafter on the device")
-def test_so_does_one_with_the_drafter_on_the_device(tiny_model, off):
+def test_so_does_one_with_the_drafter_on_the_device(tiny_model, off, tmp_path):
     options = {"drafter": "device", "drafter_options": {"max_resident_tokens": 64}}
-    on = build(tiny_model, **SMALL, **verify_all(num_speculative_tokens=3, **options))
+    on = build(tiny_model, **SMALL, **verify_all(num_speculative_tokens=3, history_dir=str(tmp_path), **options))
     session, change_weights = session_of(on), changer_of_weights(on, off)
 
     class AsynchronousLife(EngineLife):
@@ -61,6 +61,7 @@ def test_so_does_one_with_the_drafter_on_the_device(tiny_model, off):
 
     def check(life: EngineLife, took_part: bool) -> None:
         session.drafter.check_integrity()
+        check_what_is_live(session)
         if took_part:
             requests = {*life.scheduler.requests, *life.scheduler.finished_req_ids}
             assert session.live.keys() <= requests

@@ -10,7 +10,6 @@ from vllm import SamplingParams
 
 from rollout_spec import engine_kwargs
 from rollout_spec.config import PROPOSER_PATH
-from rollout_spec.drafters import build_drafter
 from tests.integrations.draft_models import write_draft_model
 from tests.integrations.engines import IS_V2, build, generate, mixed_params, needs_model_drafters, stats_of, verify_all
 
@@ -85,20 +84,6 @@ def test_what_cannot_draft_beside_a_model(tiny_model, tmp_path, settings, messag
 def test_scores_of_chosen_tokens_are_refused(tiny_model, options):
     with pytest.raises(ValueError, match="logprob_token_ids"):
         generate(build(tiny_model, **options), [SamplingParams(logprob_token_ids=[5])])
-
-
-def test_what_is_known_before_an_engine_is_built_is_said_then():
-    for options, message in (
-        ({"drafter_options": {"max_history_token": 9}}, "not take 'max_history_token': .* mean 'max_history_tokens'"),
-        ({"drafter_options": {"max_resident_token": 1}, "drafter": "device"}, "mean 'max_resident_tokens'"),
-        ({"drafter_options": {"features": 1}}, "features must be a bool, got 1"),
-        ({"drafter": "tests.adversaries.Nowhere"}, "cannot be imported"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            engine_kwargs(**options)
-    engine_kwargs(drafter_options={"max_resident_tokens": 4096})  # of the one that "auto" takes on a GPU
-    with pytest.raises(TypeError, match="has no len"):
-        build_drafter("tests.adversaries.RaisesWhenBuilt")
 
 
 def test_five_methods_are_enough_for_a_drafter(tiny_model, off):

@@ -19,7 +19,9 @@ from tests.integrations.draft_models import write_eagle_head
 from tests.integrations.engines import (
     IS_V2,
     MIXES_MASKS,
+    RESIDENT,
     WITH_MODEL,
+    assert_same_scores,
     build,
     every_draft,
     runner_of,
@@ -109,7 +111,7 @@ DRAFTING = ("history", "adversary", *WITH_MODEL, *ON_DEVICE)
 @pytest.fixture(scope="module")
 def engines(tiny_model, tmp_path_factory):
     head = str(write_eagle_head(tiny_model, tmp_path_factory.mktemp("drafters") / "eagle"))
-    resident = {"drafter_options": {"max_resident_tokens": 4096}} if IS_V2 else {"budget": False}
+    resident = RESIDENT if IS_V2 else {"budget": False}
     eagle = {"method": "eagle", "model": head, "num_speculative_tokens": 2}
     named = {
         "without drafts": engine_kwargs(speculation=False),
@@ -162,18 +164,8 @@ def assert_equal(ours, theirs):
     for a, b in zip(ours.outputs, theirs.outputs, strict=True):
         assert list(a.token_ids) == list(b.token_ids)
         assert (a.text, a.finish_reason, a.stop_reason) == (b.text, b.finish_reason, b.stop_reason)
-        assert_equal_scores(a.logprobs or [], b.logprobs or [])
-    assert_equal_scores(ours.prompt_logprobs or [], theirs.prompt_logprobs or [])
-
-
-def assert_equal_scores(ours, theirs):
-    assert len(ours) == len(theirs)
-    for x, y in zip(ours, theirs, strict=True):
-        assert (x is None) == (y is None)  # a prompt's first token has none
-        if x is not None:
-            assert x.keys() == y.keys()
-            assert [v.rank for v in x.values()] == [v.rank for v in y.values()]
-            assert [v.logprob for v in x.values()] == pytest.approx([v.logprob for v in y.values()], abs=1e-4)
+        assert_same_scores(a.logprobs or [], b.logprobs or [])
+    assert_same_scores(ours.prompt_logprobs or [], theirs.prompt_logprobs or [])
 
 
 @pytest.mark.parametrize("kind", KINDS)

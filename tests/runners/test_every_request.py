@@ -12,16 +12,16 @@ pytest.importorskip("vllm")
 
 import torch
 from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
 
 from rollout_spec import engine_kwargs
 from rollout_spec.budget import SECONDS, TOKENS
 from rollout_spec.integrations.vllm import hooks
 from tests.integrations.draft_models import write_eagle_head
 from tests.integrations.engines import (
+    DEVICE,
     IS_V2,
-    LAST,
     PLAIN,
+    RESIDENT,
     WITH_MODEL,
     assert_same,
     build,
@@ -43,12 +43,11 @@ from tests.integrations.engines import (
 pytestmark = pytest.mark.engine
 
 K = 4
-RESIDENT = {"drafter_options": {"max_resident_tokens": 4096}}
 ADVERSARY = verify_all(num_speculative_tokens=K, drafter="tests.adversaries.Adversary")
-DEVICE = verify_all(num_speculative_tokens=K, drafter="device", **RESIDENT)
+ON_DEVICE = verify_all(num_speculative_tokens=K, **DEVICE)
 DRAFTING = ["history", "adversary", *WITH_MODEL, *(["device"] if IS_V2 else [])]
 LEARNING = [name for name in DRAFTING if name != "adversary"]
-ONE = DEVICE if IS_V2 else ADVERSARY
+ONE = ON_DEVICE if IS_V2 else ADVERSARY
 """For what needs engines of its own."""
 
 LENGTH = 48
@@ -75,7 +74,7 @@ def engines(tiny_model, tmp_path_factory):
         "history": verify_all(**every_draft(K)),
         "adversary": ADVERSARY,
         "model": engine_kwargs(num_speculative_tokens=K, **with_model),
-        **({"device": DEVICE} if IS_V2 else {}),
+        **({"device": ON_DEVICE} if IS_V2 else {}),
     }
     return {name: build(tiny_model, **SMALL, **options[name]) for name in ["nothing", *DRAFTING]}
 
@@ -270,29 +269,6 @@ def test_an_engine_with_a_seed_repeats_itself(tiny_model, monkeypatch):
     said.clear()
     assert len({*first, *outputs(ONE, 0)}) == 8
     assert not any("without a seed" in line for line in said)
-
-
-@pytest.mark.parametrize("name", DRAFTING)
-def test_an_aborted_rollout_goes_on_where_it_was(engines, off, name):
-    """As verl and others send it, the prompt and what was said so far: with its seed nothing shows that it stopped."""
-    llm, asked = engines[name], params(22, 5)
-    prompts = prompts_of(asked)
-    whole = tokens_of(generate(off, asked, prompts))
-    partial = [()] * len(asked)
-    for i, (prompt, p) in enumerate(zip(prompts, asked, strict=True)):
-        p.output_kind = RequestOutputKind.CUMULATIVE  # vllm.LLM asks for the last output only
-        llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, p)
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            partial[int(output.request_id)] = tuple(output.outputs[0].token_ids)
-        llm.llm_engine.abort_request([str(i) for i, said in enumerate(partial) if len(said) >= 8])
-    assert all(8 <= len(said) < 24 for said in partial)
-    for p, said in zip(asked, partial, strict=True):
-        p.max_tokens -= len(said)
-    rest = tokens_of(generate(llm, asked, [[*prompt, *said] for prompt, said in zip(prompts, partial, strict=True)]))
-    assert [said + more for said, more in zip(partial, rest, strict=True)] == whole
-    generate(llm, [LAST])
-    assert stats_of(llm)["live_requests"] == (IS_V2 and name in ("model", "device")), "LAST, where it is seen later"
 
 
 @pytest.mark.parametrize("name", ["nothing", *DRAFTING])

@@ -8,15 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.integrations.engines import (
-    assert_same,
-    build,
-    generate,
-    mixed_params,
-    prompts_of,
-    stats_of,
-    verify_all,
-)
+from tests.integrations.engines import assert_same, build, generate, mixed_params, prompts_of, stats_of, verify_all
 
 pytestmark = pytest.mark.engine
 
@@ -86,13 +78,3 @@ def test_a_faulty_drafter_is_switched_off_and_nobody_notices(
     llm.collective_rpc("rollout_spec", args=("set_enabled", False))
     with pytest.raises(RuntimeError, match="its drafter has raised"):
         llm.collective_rpc("rollout_spec", args=("set_enabled", True))
-
-
-def test_a_drafter_that_hangs_now_and_then_is_waited_for(tiny_model, expected, reference_model):
-    llm = faulty(tiny_model, "propose", "hangs", calls=(6, 17, 10))
-    assert_same(serve(llm, PARAMS, PROMPTS), expected, PROMPTS, PARAMS, reference_model)
-    stats = stats_of(llm)
-    assert stats["drafter_errors"] == 0
-    assert stats["draft_seconds"] > 1
-    generate(llm, mixed_params(2, 2, max_tokens=8, ignore_eos=True))
-    assert stats_of(llm)["draft_tokens"] > stats["draft_tokens"]

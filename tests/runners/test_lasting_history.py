@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 pytest.importorskip("vllm")
 
+from tests.conftest import wait_until
 from tests.history.made_up import rollouts_in
 from tests.integrations.engines import (
+    DEVICE,
     IS_V2,
     PLAIN,
     assert_same,
     build,
-    count_preemptions,
     generate,
+    history_of,
     mixed_params,
     prompts_of,
     session_of,
@@ -25,12 +25,7 @@ from tests.integrations.engines import (
 
 pytestmark = pytest.mark.engine
 
-DEVICE = {"drafter": "device", "drafter_options": {"max_resident_tokens": 4096}}
 DRAFTING = [{}, DEVICE] if IS_V2 else [{}]
-
-
-def history(llm):
-    return llm.collective_rpc("rollout_spec", args=("history",))[0]
 
 
 @pytest.mark.parametrize("options", DRAFTING, ids=["host", "device"][: len(DRAFTING)])
@@ -42,16 +37,21 @@ def test_history_lasts_and_is_shared(tiny_model, off, reference_model, tmp_path,
     engines[0].collective_rpc("rollout_spec", args=("begin_policy_version",))
     assert_same(generate(engines[0], params), expected, prompts_of(params), params, reference_model)
     generate(engines[0], mixed_params(1, 9, max_tokens=2, **PLAIN))  # ends the others where the device must tell
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and history(engines[0])["folder"]["rollouts_written"] < 6:
-        time.sleep(0.1)
-        session_of(engines[0]).exchange_history()  # the copies have arrived
-    assert history(engines[1])["folder"]["rollouts_read"] == 0, "it was not asked for these problems"
-    while time.monotonic() < deadline and history(engines[1])["folder"]["rollouts_read"] < 6:
+
+    def has_written():
+        session_of(engines[0]).exchange_history()  # once the copies have arrived
+        return history_of(engines[0])["folder"]["rollouts_written"] >= 6
+
+    def has_read():
         generate(engines[1], mixed_params(3, 7, max_tokens=2, **PLAIN))
-    before, accepted = history(engines[1])["requests_with_history"], stats_of(engines[1])["accepted_tokens"]
+        return history_of(engines[1])["folder"]["rollouts_read"] >= 6
+
+    wait_until(has_written)
+    assert history_of(engines[1])["folder"]["rollouts_read"] == 0, "it was not asked for these problems"
+    wait_until(has_read)
+    before, accepted = history_of(engines[1])["requests_with_history"], stats_of(engines[1])["accepted_tokens"]
     assert_same(generate(engines[1], params), expected, prompts_of(params), params, reference_model)
-    assert history(engines[1])["requests_with_history"] == before + 6
+    assert history_of(engines[1])["requests_with_history"] == before + 6
     generate(engines[1], mixed_params(1, 9, max_tokens=2, **PLAIN))
     first, second = (stats_of(llm)["accepted_tokens"] for llm in engines)
     second -= accepted
@@ -63,40 +63,9 @@ def test_history_lasts_and_is_shared(tiny_model, off, reference_model, tmp_path,
     assert {tuple(rollout.context.tolist()) for rollout in kept} == {tuple(prompt) for prompt in prompts_of(params)}
     third = build(tiny_model, max_num_seqs=6, **options)
     assert stats_of(third)["policy_version"] == max(rollout.version for rollout in kept) == 1
-    assert history(third)["rollouts"] == history(third)["folder"]["rollouts_read"] == len(kept) >= 12
+    assert history_of(third)["rollouts"] == history_of(third)["folder"]["rollouts_read"] == len(kept) >= 12
     assert_same(generate(third, params), expected, prompts_of(params), params, reference_model)
     assert stats_of(third)["accepted_tokens"] > 1.2 * first
-
-
-@pytest.mark.parametrize("options", DRAFTING, ids=["host", "device"][: len(DRAFTING)])
-def test_history_counts_the_requests_that_are_live_across_preemptions(tiny_model, off, tmp_path, options):
-    """Otherwise the folder of a problem would be looked at for as long as the engine lives, or not at all."""
-    options = verify_all(num_speculative_tokens=3, history_dir=str(tmp_path), **options)
-    few_blocks = {"block_size": 32, "num_gpu_blocks_override": 5, "enable_prefix_caching": False}
-    llm = build(tiny_model, max_num_seqs=6, **few_blocks, **options)
-    session, preempted = session_of(llm), count_preemptions(llm)
-    live, thread = session.engine_history._live, session.engine_history._thread
-    counted, exchange = [], session.engine_history.exchange
-
-    def exchange_and_count():
-        exchange()
-        counted.append(live.total())
-        begun = session.live
-        assert live.total() == len(begun)
-        assert thread._watched.keys() == live.keys()
-
-    session.engine_history.exchange = exchange_and_count
-    params = mixed_params(4, 9, temperature=1.0, max_tokens=30, ignore_eos=True, **PLAIN)
-    prompts = [[1, 4 + i % 2, 9] * 5 for i in range(4)]
-    said = [list(output.token_ids) for output in generate(llm, params, prompts)]
-    assert preempted
-    assert said == [list(output.token_ids) for output in generate(off, params, prompts)]
-    assert 2 <= max(counted) <= 4
-    assert llm.llm_engine.has_unfinished_requests() is False
-    session.close()
-    assert not live
-    assert not thread._watched
-    assert sorted(r.tokens.tolist() for r in rollouts_in(tmp_path)) == sorted(said)
 
 
 @pytest.mark.skipif(not IS_V2, reason="V1 has no drafter on the device")

@@ -17,6 +17,7 @@ from tests.integrations.draft_models import METHODS, model_drafters
 from tests.integrations.engines import (
     IS_V2,
     PLAIN,
+    RESIDENT,
     assert_same,
     build,
     generate,
@@ -32,7 +33,7 @@ pytestmark = [pytest.mark.engine, needs_model_drafters]
 MODEL_TOKENS = 2
 SILENT = "tests.adversaries.Silent"
 """A drafter from history that proposes nothing: only the model drafts. In V2 history is on the device."""
-HISTORY = {"drafter_options": {"max_resident_tokens": 4096}} if IS_V2 else {"budget": False}
+HISTORY = RESIDENT if IS_V2 else {"budget": False}
 only_v1 = pytest.mark.skipif(IS_V2, reason="in V2 history is on the device")
 
 
@@ -165,20 +166,6 @@ def test_the_models_cache_has_no_gaps_where_its_passes_are_left_out(drafters, of
         assert_same(ours, generate(off, params, prompts), prompts, params, reference_model)
         drafts.append({key: tokens for key, tokens in drafted.items() if tokens})
     assert_same_drafts(*drafts)
-
-
-@only_v1
-def test_where_history_is_lost_the_model_drafts_on(drafters, off, reference_model):
-    """Before that, history's drafts are an adversary's."""
-    llm = build_beside(drafters, "eagle", drafter="tests.adversaries.RaisesAfterSomeSteps")
-    params = mixed_params(8, 5)
-    prompts = prompts_of(params)
-    accepted = []
-    for _ in range(2):
-        assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
-        accepted.append(stats_of(llm)["accepted_tokens"])
-    assert accepted[1] > accepted[0]
-    assert stats_of(llm)["drafter_errors"] == 1
 
 
 def test_a_configuration_as_users_have_it(drafters):

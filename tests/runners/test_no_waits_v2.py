@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.integrations.engines import FEW_BLOCKS, build, two_busy_rounds, verify_all
+from tests.integrations.engines import DEVICE, FEW_BLOCKS, build, two_busy_rounds, verify_all
 from tests.ptx.streams import is_ours
 
 pytestmark = pytest.mark.engine
@@ -57,8 +57,7 @@ class Watch(TorchFunctionMode):
 
 def test_no_step_waits(tiny_model):
     """Nor one after a weight update, with ended, preempted and stopped requests among them."""
-    options = {"drafter": "device", "drafter_options": {"max_resident_tokens": 4096}}
-    llm = build(tiny_model, max_num_seqs=6, **FEW_BLOCKS, **verify_all(num_speculative_tokens=3, **options))
+    llm = build(tiny_model, max_num_seqs=6, **FEW_BLOCKS, **verify_all(num_speculative_tokens=3, **DEVICE))
     with Watch() as watch:
         two_busy_rounds(llm)
     assert {found[:2] for found in watch.found} == set(MEANT)

@@ -10,13 +10,13 @@ import pytest
 pytest.importorskip("vllm")
 
 from rollout_spec import engine_kwargs
-from tests.integrations.engines import IS_V2, PLAIN, build, generate, mixed_params, stats_of, verify_all
+from tests.integrations.engines import DEVICE, IS_V2, PLAIN, build, generate, mixed_params, stats_of, verify_all
 
 pytestmark = pytest.mark.engine
 
 BEGIN = 7  # the id of w3
-DEVICE = verify_all(num_speculative_tokens=3, drafter="device", drafter_options={"max_resident_tokens": 4096})
-DRAFTING = [verify_all(num_speculative_tokens=4), *([DEVICE] if IS_V2 else [])]
+ON_DEVICE = verify_all(num_speculative_tokens=3, **DEVICE)
+DRAFTING = [verify_all(num_speculative_tokens=4), *([ON_DEVICE] if IS_V2 else [])]
 
 
 @pytest.fixture(scope="module", params=["w5 w6", pytest.param("w5", marks=pytest.mark.exhaustive)])

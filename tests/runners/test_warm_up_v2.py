@@ -19,17 +19,12 @@ from rollout_spec.integrations.vllm.plugin import HOOKS
 from rollout_spec.verify import kernel
 from tests.integrations.draft_models import write_eagle_head
 from tests.integrations.engines import build, generate, mixed_params, prompts_of, runner_of, stats_of, verify_all
-from tests.launches import Kernel, recorded_variants
+from tests.launches import ours, recorded_variants
 
 pytestmark = pytest.mark.engine
 
 K = 4
-KERNELS = {
-    value.__name__
-    for module in (kernel, kernels, choice_device)
-    for value in vars(module).values()
-    if isinstance(value, Kernel)
-}
+OURS = ours(kernel, kernels, choice_device)
 
 
 def worker_of(llm):
@@ -138,6 +133,5 @@ def test_nothing_is_compiled_while_the_engine_serves(tiny_model, options, monkey
         if "speculative_config" in options:
             llm.collective_rpc("rollout_spec", args=("set_enabled", False))
             generate(llm, mixed_params(2, 5, max_tokens=4, top_k=0, top_p=1.0))
-    new = {variant for variant in launched - compiled if variant[0] in KERNELS}
-    assert not new
-    assert len({variant for variant in launched if variant[0] in KERNELS}) > 4
+    assert not {variant for variant in launched - compiled if variant[0] in OURS}
+    assert len({variant for variant in launched if variant[0] in OURS}) > 4

@@ -71,17 +71,12 @@ def on_batches(verify_rows, lay_out):
     return verify
 
 
-def verify_by(module):
-    """`module`'s kernels, with the arguments of `reference.verify`, also on the CPU."""
-    return on_batches(module.verify_rows, module.lay_out)
-
-
 def kernel_verify(*args, **options):
-    """`verify_by` the package's kernels."""
+    """The kernels, with the arguments of `reference.verify`, also on the CPU."""
     pytest.importorskip("triton")
     from rollout_spec.verify import kernel
 
-    return verify_by(kernel)(*args, **options)
+    return on_batches(kernel.verify_rows, kernel.lay_out)(*args, **options)
 
 
 verify_on_host = on_batches(verify_rows, lay_out)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,10 +42,10 @@ def test_the_exponential():
     assert 0 <= cpu._exp(np.float32(-np.inf)) < 1e-37
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7]),
-    st.sampled_from(["flat", "peaked", "rising", "masked", "zeros"]),
+    st.sampled_from(["flat", "peaked", "rising", "masked", "zeros", "broken"]),
     st.sampled_from([0.0, 0.3, 1.0, 1.7]),
     st.sampled_from(LOGPROBS_MODES),
     st.sampled_from([torch.float32, torch.bfloat16]),
@@ -65,23 +64,13 @@ def test_rows_of_several_blocks(size, kind, temperature, mode, dtype, seed):
         logits[:, -1] = 0.0
     elif kind == "zeros":
         logits = np.where(rng.random(logits.shape) < 0.5, np.float32(0.0), np.float32(-0.0))
+    elif kind == "broken":
+        logits[rng.integers(6), rng.integers(size)] = rng.choice([np.nan, -np.nan, np.inf])
     rows = SamplingBatch(
         np.full(2, temperature, np.float32), rng.integers(-(2**63), 2**63 - 1, 2), rng.integers(0, 10_000, 2)
     )
     drafts = rng.integers(0, size, 4).astype(np.int32)
     assert_agrees(verify_on_host, (logits, drafts, np.array([3, 4], np.int32), rows), "sample", mode, dtype)
-
-
-@pytest.mark.parametrize("broken", [np.nan, -np.nan, np.inf])
-@pytest.mark.parametrize("position", [0, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
-def test_a_broken_logit_in_any_block(position, broken):
-    logits = torch.zeros(1, 2 * BLOCK + 4)
-    logits[0, position] = broken
-    none = torch.empty(0, dtype=torch.int32)
-    rows = SamplingBatch(torch.ones(1), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    result = verify_on_host(logits, none, torch.zeros(1, dtype=torch.int32), rows)
-    assert result.num_broken_rows.tolist() == [1]
-    assert result.output_token_ids.tolist() == [[-1]]
 
 
 def test_threads_do_not_disturb_each_other():

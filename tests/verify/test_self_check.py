@@ -14,10 +14,8 @@ from rollout_spec import cli, doctor
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel, reference, self_check
-from tests.interpreter import run_as_python
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(run_as_python(), reason="minutes in Triton's interpreter")
 
 VOCAB, K = 600, 3  # more than a tile
 SETTING = {"vocab_size": VOCAB, "dtype": torch.bfloat16, "num_speculative_tokens": K}

@@ -15,12 +15,12 @@ from rollout_spec.verify import kernel
 from tests.launches import recorded_variants
 from tests.verify.batches import kernel_verify
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are recorded in the interpreter")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the emulator records launches")
 
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    """Each costs the interpreter the same, however much it does."""
+    """Each is emulated, however little it does."""
     monkeypatch.setattr(kernel, "ROWS", 8)
     monkeypatch.setattr(kernel, "BLOCK", 32)  # five splits of a row at most, fewer where there are more rows
     monkeypatch.setattr(kernel, "TARGET_PROGRAMS", 8)

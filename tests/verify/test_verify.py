@@ -70,26 +70,22 @@ NUM_SAMPLES = 30_000  # a difference of 0.03 in total variation is missed with 6
 VOCAB = 8
 
 
-def target(seed: int) -> np.ndarray:
+def target() -> np.ndarray:
     """Logits after each first token: [VOCAB + 1, VOCAB], the last row for the empty context."""
-    return (np.random.default_rng(seed).standard_normal((VOCAB + 1, VOCAB)) * 1.5).astype(np.float32)
+    return (np.random.default_rng(0).standard_normal((VOCAB + 1, VOCAB)) * 1.5).astype(np.float32)
 
 
-def emitted_tokens(method, temperature, draft_of, run=reference.verify, logits_seed=0):
+def emitted_tokens(method, temperature, draft_of):
     """First and second emitted token of many requests, each with one drafted token."""
-    logits = target(logits_seed)
+    logits = target()
     n = NUM_SAMPLES
     seeds = np.array([noise.derive_seed("statistics", i) for i in range(n)])
     positions = np.full(n, 7)
     drafts = draft_of(seeds, positions).astype(np.int32)
     stacked = np.empty((2 * n, VOCAB), np.float32)
     stacked[0::2], stacked[1::2] = logits[VOCAB], logits[drafts]
-    rows = SamplingBatch(
-        temperature=np.full(n, temperature, np.float32),
-        seeds=seeds,
-        positions=positions,
-    )
-    result = run(
+    rows = SamplingBatch(temperature=np.full(n, temperature, np.float32), seeds=seeds, positions=positions)
+    result = reference.verify(
         torch.from_numpy(stacked),
         torch.from_numpy(drafts),
         torch.arange(1, n + 1, dtype=torch.int32),
@@ -99,9 +95,9 @@ def emitted_tokens(method, temperature, draft_of, run=reference.verify, logits_s
     return result.output_token_ids.numpy(), drafts, float(result.num_accepted.float().mean())
 
 
-def is_lossless(output, drafts, temperature=1.0, logits_seed=0) -> bool:
+def is_lossless(output, drafts, temperature) -> bool:
     """First tokens follow the target; second tokens do, given that the draft was accepted."""
-    logits = target(logits_seed)
+    logits = target()
     if not matches_distribution(output[:, 0], probabilities(logits[VOCAB], temperature=temperature)):
         return False
     for token in range(VOCAB):
@@ -136,7 +132,7 @@ def test_lossless(method, draft_of, temperature):
     assert is_lossless(output, drafts, temperature)
     assert 0.02 < accepted < 0.98
     if draft_of is constant:
-        assert accepted == pytest.approx(probabilities(target(0)[VOCAB], temperature=temperature)[2], abs=0.02)
+        assert accepted == pytest.approx(probabilities(target()[VOCAB], temperature=temperature)[2], abs=0.02)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -150,47 +146,6 @@ def test_accepted_and_recovered_tokens_add_up_to_the_target(seed, vocab_size, is
         p = torch.zeros_like(p).scatter(1, draft, 1.0)
     rest, accepted = reference.residual(p, draft), torch.zeros_like(p).scatter(1, draft, p.gather(1, draft))
     assert torch.allclose(accepted + (1 - accepted.sum()) * rest / rest.sum(), p, atol=1e-12)
-
-
-# -- verifiers that are wrong on purpose must fail the same checks ---------------------------------------------------
-
-
-@pytest.mark.parametrize("draft_of", [constant, independent])
-def test_recovering_from_the_target_is_caught(monkeypatch, draft_of):
-    """The residual must leave out what drafts cover: sampling from p again favours the draft."""
-    monkeypatch.setattr(reference, "residual", lambda p, draft: p)
-    output, drafts, _ = emitted_tokens("rejection", 1.0, draft_of)
-    assert not is_lossless(output, drafts)
-
-
-def test_accepting_everything_is_caught(monkeypatch):
-    monkeypatch.setattr(reference, "uniform32", lambda seeds, *a, **k: torch.full((len(seeds), 1), 1e-9))
-    output, drafts, _ = emitted_tokens("rejection", 1.0, independent)
-    assert not is_lossless(output, drafts)
-
-
-@pytest.mark.parametrize("domain", ["DOMAIN_ACCEPT", "DOMAIN_RESIDUAL"])
-def test_sharing_the_drafters_noise_with_the_ratio_test_is_caught(monkeypatch, domain):
-    """Coupled drafts depend on DOMAIN_TARGET; a ratio test that uses the same noise is biased."""
-    monkeypatch.setattr(reference, domain, noise.DOMAIN_TARGET)
-    output, drafts, _ = emitted_tokens("rejection", 1.0, coupled)
-    assert not is_lossless(output, drafts)
-
-
-def test_noise_at_the_wrong_position_is_caught():
-    """Sampling every position with the same noise passes for each token alone but not given the one before."""
-
-    def one_position(logits, drafts, cu, rows, **kwargs):
-        frozen = logits.clone()
-        result = reference.verify(frozen, drafts, cu, rows, **kwargs)
-        second = SamplingBatch(rows.temperature, rows.seeds, rows.positions - 1)
-        shifted = reference.verify(frozen, drafts, cu, second, after_difference=True, **kwargs)
-        output = result.output_token_ids.clone()
-        output[:, 1] = torch.where(output[:, 1] >= 0, shifted.target_token_ids[1::2].int(), output[:, 1])
-        return result._replace(output_token_ids=output)
-
-    output, drafts, _ = emitted_tokens("sample", 1.0, constant, run=one_position)
-    assert not is_lossless(output, drafts)
 
 
 # -- bad logits and drafts -------------------------------------------------------------------------------------------

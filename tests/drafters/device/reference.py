@@ -34,37 +34,7 @@ from numpy.typing import NDArray
 
 from rollout_spec.drafters.base import Tokens, problem_of_prompt
 from rollout_spec.drafters.host import constants
-from rollout_spec.drafters.host.constants import (
-    BINS_PER_HALVING,
-    BLEND,
-    CELLS,
-    ENOUGH_CANDIDATES,
-    LENGTH_EDGES,
-    MAX_CANDIDATES,
-    MAX_DEPTH,
-    MAX_DISAGREEMENT,
-    MAX_TRIALS,
-    MIN_DISTANCE_FROM_ONE,
-    MIN_REMEMBERED,
-    NUM_LENGTH_BINS,
-    NUM_PROBABILITY_BINS,
-    OWN,
-    PRIOR,
-    PROMPT_TEXT,
-    SHARED,
-    SIBLING,
-    SOURCE_WEIGHT,
-    SOURCES,
-    UNKNOWN_DISAGREEMENT,
-    VERSION_DECAY,
-)
-from rollout_spec.features.format import (
-    Features,
-    check_features,
-    decoded_probabilities,
-    no_features,
-    unpack,
-)
+from rollout_spec.features.format import Features, check_features, decoded_probabilities, no_features, unpack
 from rollout_spec.noise import host as noise
 from rollout_spec.types import Draft, Int32Array
 
@@ -102,7 +72,7 @@ def find_matches(
         context: int32, the request's text, drafted tokens included.
         places: Of other problems, by column: (document, position). They are numbered after `documents`.
     """
-    context = context[-MAX_DEPTH:]
+    context = context[-constants.MAX_DEPTH :]
     found: list[Match] = []
     for number, (document, position) in enumerate(places, len(documents)):
         before = document.tokens[max(position - context.size, 0) : position]
@@ -122,8 +92,8 @@ def find_matches(
             lengths[alive] = depth + 1
         found += [Match(number, int(position), int(lengths[position])) for position in ends]
     found.sort(key=lambda match: (-match.length, match.document, -match.position))
-    kept = found[:MAX_CANDIDATES]
-    while len(kept) > ENOUGH_CANDIDATES and kept[-1].length < kept[ENOUGH_CANDIDATES - 1].length:
+    kept = found[: constants.MAX_CANDIDATES]
+    while len(kept) > constants.ENOUGH_CANDIDATES and kept[-1].length < kept[constants.ENOUGH_CANDIDATES - 1].length:
         kept.pop()
     return kept
 
@@ -132,21 +102,21 @@ def find_matches(
 class Counters:
     """Outcomes of drafted tokens that the target reached: (trials, hits) in the last axis."""
 
-    counts: NDArray[np.int32] = field(default_factory=lambda: np.zeros((CELLS, 2), np.int32))
-    by_source: NDArray[np.int32] = field(default_factory=lambda: np.zeros((len(SOURCES), 2), np.int32))
+    counts: NDArray[np.int32] = field(default_factory=lambda: np.zeros((constants.CELLS, 2), np.int32))
+    by_source: NDArray[np.int32] = field(default_factory=lambda: np.zeros((len(constants.SOURCES), 2), np.int32))
 
     def forget(self) -> None:
         """Let old outcomes count for less, under a new policy."""
-        self.counts[:] = (self.counts * np.float32(VERSION_DECAY)).astype(np.int32)
+        self.counts[:] = (self.counts * np.float32(constants.VERSION_DECAY)).astype(np.int32)
 
     def halve_full(self) -> None:
         """Halve the counters with MAX_TRIALS trials. `DeviceDrafter` does the same when requests end."""
-        self.counts[self.counts[:, 0] >= MAX_TRIALS] //= 2
+        self.counts[self.counts[:, 0] >= constants.MAX_TRIALS] //= 2
 
     def rate(self, cell: int, expected: float) -> float:
         """Probability that a token of this cell is accepted, where the vote says `expected`."""
         trials, hits = self.counts[cell]
-        return float((hits + PRIOR * expected) / (trials + PRIOR))
+        return float((hits + constants.PRIOR * expected) / (trials + constants.PRIOR))
 
 
 class DraftedToken(NamedTuple):
@@ -185,13 +155,13 @@ def draft_tokens(
     for match, bits in zip(matches, differing, strict=True):
         more = 0
         if fewest is not None:
-            more = UNKNOWN_DISAGREEMENT if bits is None else bits - fewest
-        if more > MAX_DISAGREEMENT:
+            more = constants.UNKNOWN_DISAGREEMENT if bits is None else bits - fewest
+        if more > constants.MAX_DISAGREEMENT:
             continue
-        source = SIBLING if match.document < num_of_problem else SHARED
+        source = constants.SIBLING if match.document < num_of_problem else constants.SHARED
         if match.document == 0:
-            source = OWN if match.position >= own.prompt_length else PROMPT_TEXT
-        candidates.append((match, SOURCE_WEIGHT[source] * math.exp(-constants.SIMILARITY * more), source))
+            source = constants.OWN if match.position >= own.prompt_length else constants.PROMPT_TEXT
+        candidates.append((match, constants.SOURCE_WEIGHT[source] * math.exp(-constants.SIMILARITY * more), source))
     drafted: list[DraftedToken] = []
     while candidates and len(drafted) < max_tokens:
         chosen = _choose(candidates, documents, text, seed, counters)
@@ -201,7 +171,7 @@ def draft_tokens(
         for match, weight, source in candidates:
             tokens = text if match.document == 0 else documents[match.document].tokens
             if tokens[match.position] == chosen.token and match.position + 1 < len(tokens):
-                moved = Match(match.document, match.position + 1, min(match.length + 1, MAX_DEPTH))
+                moved = Match(match.document, match.position + 1, min(match.length + 1, constants.MAX_DEPTH))
                 alive.append((moved, weight, source))
         candidates = alive
     return drafted
@@ -219,7 +189,7 @@ def _distribution(document: Document, position: int, token: int) -> dict[int, fl
     if position < len(document.features):  # not in the draft itself
         _, ids, codes = unpack(document.features[position : position + 1])
         tops = zip(ids[0].tolist(), PROBABILITY[codes[0]].tolist(), strict=True)
-        found = {top: probability for top, probability in tops if probability >= MIN_REMEMBERED}
+        found = {top: probability for top, probability in tops if probability >= constants.MIN_REMEMBERED}
     if token not in found:
         found[token] = max(1.0 - sum(found.values()), 0.0)
     return found
@@ -236,8 +206,8 @@ def _choose(
     share, left, total = {}, 1.0, 0.0
     for length in sorted({m.length for m, _, _ in candidates}, reverse=True):
         total += sum(w for m, w, _ in candidates if m.length == length)
-        share[length] = left / (total + BLEND)
-        left *= BLEND / (total + BLEND)
+        share[length] = left / (total + constants.BLEND)
+        left *= constants.BLEND / (total + constants.BLEND)
     mass: dict[int, float] = {}
     for token, (match, weight, _) in zip(next_tokens, candidates, strict=True):
         votes = weight * sum(s for length, s in share.items() if length <= match.length)
@@ -262,15 +232,16 @@ def _choose(
     if not of_token:  # it was remembered there, but another one was sampled
         of_token = [(w, -i) for i, (_, w, _) in enumerate(candidates)]
     source = candidates[-max(of_token)[1]][2]
-    distance = max(1.0 - expected, MIN_DISTANCE_FROM_ONE)
-    probability_bin = min(int(-BINS_PER_HALVING * math.log2(distance)), NUM_PROBABILITY_BINS - 1)
+    distance = max(1.0 - expected, constants.MIN_DISTANCE_FROM_ONE)
+    probability_bin = min(int(-constants.BINS_PER_HALVING * math.log2(distance)), constants.NUM_PROBABILITY_BINS - 1)
     longest = max(m.length for m, _, _ in candidates)
-    cell = (int(coupled) * NUM_PROBABILITY_BINS + probability_bin) * NUM_LENGTH_BINS + _length_bin(longest)
+    row = int(coupled) * constants.NUM_PROBABILITY_BINS + probability_bin
+    cell = row * constants.NUM_LENGTH_BINS + _length_bin(longest)
     return DraftedToken(token, counters.rate(cell, expected), cell, source)
 
 
 def _length_bin(length: int) -> int:
-    return sum(length > limit for limit in LENGTH_EDGES)
+    return sum(length > limit for limit in constants.LENGTH_EDGES)
 
 
 @dataclass(slots=True)
@@ -306,13 +277,7 @@ class ReferenceDrafter:
         num_buckets: Hashes that the index tells apart, a power of two.
     """
 
-    def __init__(
-        self,
-        *,
-        max_draft_tokens: int = 8,
-        features: bool = True,
-        num_buckets: int = 1 << 20,
-    ) -> None:
+    def __init__(self, *, max_draft_tokens: int = 8, features: bool = True, num_buckets: int = 1 << 20) -> None:
         self.counters = Counters()
         self._max_draft_tokens = max_draft_tokens
         self.wants_features = features

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.drafters.device import drafter as device
 from rollout_spec.drafters.device import kernels
-from rollout_spec.drafters.device.archive import Archived, Ranges
+from rollout_spec.drafters.device.archive import Ranges
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
 from rollout_spec.drafters.host import constants
 from rollout_spec.drafters.host.drafter import HistoryDrafter
@@ -24,8 +24,7 @@ from rollout_spec.features.format import FEATURE_WORDS, no_features
 from rollout_spec.history.rollout import Rollout
 from tests.drafters.device.reference import Document, ReferenceDrafter, find_matches
 from tests.drafters.recorder import random_features
-from tests.interpreter import run_as_python
-from tests.launches import Kernel, recorded_variants
+from tests.launches import ours, recorded_variants
 
 K = 5
 MAX_LEN = 96
@@ -53,9 +52,7 @@ class Engine:
             **{"max_resident_tokens": 2000, **options},
         )
         self.reference = ReferenceDrafter(
-            max_draft_tokens=K,
-            features=options.get("features", True),
-            num_buckets=len(self.drafter._texts.index),
+            max_draft_tokens=K, features=options.get("features", True), num_buckets=len(self.drafter._texts.index)
         )
         self.history = torch.full((max_requests, MAX_LEN), 999, dtype=torch.int32)
         self.total_len = torch.zeros(max_requests, dtype=torch.int32)
@@ -424,6 +421,7 @@ def test_the_newest_rollouts_stay_on_the_host_and_come_back_first():
     assert [(rollout.read()[0].tolist(), rollout.version) for rollout in drafter._archive.order] == [
         ([0, 1, 5, 6, 7 + version], version) for version in (1, 2, 3)
     ]
+    assert not drafter._archive._copying, "what has arrived is no longer waited for"
     drafter._evict_oldest()
     slot = engine.live[engine.start([0, 1])]
     drafter._publish()
@@ -470,7 +468,7 @@ def test_requests_without_a_prompt_leave_nothing_behind():
         engine.drafter.check_integrity()
     assert not engine.drafter._archive.order
     assert not engine.drafter._problems
-    assert engine.drafter._pool.num_free == engine.drafter._texts.tokens.numel()
+    assert engine.drafter._pool.gaps == [(0, engine.drafter._texts.tokens.numel())]
 
 
 def test_without_the_noise_seeds_make_no_difference():
@@ -508,23 +506,6 @@ def test_long_prompts_are_kept_as_far_as_contexts_reach():
     assert rollout.read()[0].tolist() == [*prompt[-32:], 1, 2, 3]
     engine.commit(sibling, [1])
     engine.assert_same_drafts()
-
-
-def test_memory_is_bounded():
-    engine = Engine(max_resident_tokens=64, max_problem_tokens=30, max_history_tokens=50)
-    stays = engine.start([0, 1])
-    for i in range(12):
-        request = engine.start([0, 1] if i % 3 else [2])
-        engine.commit(request, [i] * (5 + i))
-        engine.stop(request)
-        engine.drafter.check_integrity()
-        assert engine.drafter._archive.num_tokens <= 50
-        assert not engine.drafter._archive._copying, "what has arrived is no longer waited for"
-        problem = engine.drafter._live[engine.live[stays]].problem
-        assert sum(size for _, size in problem.pieces.values()) <= 30
-    engine.commit(stays, [11])
-    _, drafts, _, _ = engine.propose()
-    assert drafts[0].tolist() == [11] * K
 
 
 def test_what_cannot_fit_pushes_nothing_out():
@@ -597,12 +578,7 @@ def test_warming_up_compiles_what_any_batch_launches(features, monkeypatch):
                 engine.commit(request, [2])
                 engine.stop(request, stop_token_ids=list(range(7, 7 + batch)))
     assert launched <= compiled
-    assert {name for name, *_ in compiled} == {value.__name__ for value in vars(kernels).values() if is_launched(value)}
-
-
-def is_launched(value):
-    """Whether it is a kernel, and no function of kernels."""
-    return isinstance(value, Kernel) and value.__name__.endswith("_kernel")
+    assert {name for name, *_ in compiled} == ours(kernels)
 
 
 def test_preempted_requests_come_again_under_their_own_version():
@@ -670,11 +646,7 @@ def test_rejected_arguments():
     drafter.begin_policy_version(2)
     with pytest.raises(ValueError, match="go up"):
         drafter.begin_policy_version(1)
-    for name, value in {
-        "max_resident_tokens": 0,
-        "max_problem_tokens": 0,
-        "max_history_tokens": 0,
-    }.items():
+    for name, value in {"max_resident_tokens": 0, "max_problem_tokens": 0, "max_history_tokens": 0}.items():
         with pytest.raises(ValueError, match=name):
             Engine(**{name: value})
 
@@ -699,7 +671,7 @@ def test_the_pool_neither_loses_nor_doubles_a_place(operations):
         assert not starts & {start + size for start, size in pool.gaps}, "neighbours that were not joined"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=5),
     st.lists(st.integers(0, 3), min_size=1, max_size=30),
@@ -727,11 +699,11 @@ def test_the_host_drafter_drafts_the_same(rollouts, own, seed, features):
     matches = find_matches([Document(tokens, 2, no_features(tokens.size)) for tokens in texts], text)
     assume(0 < len(matches) <= 6)
     steps = min([len(draft.token_ids), *(text.size - match.position for match in matches if match.document == 0)])
-    same = draft.token_ids[:steps] == theirs.token_ids[:steps]
-    if seed is None and not same.all():  # equally probable tokens, of which each drafter takes its own first
-        steps = int(np.argmin(same)) + 1
+    same = [a == b for a, b in zip(draft.token_ids[:steps], theirs.token_ids, strict=False)]
+    if seed is None and not all(same):  # equally probable tokens, of which each drafter takes its own first
+        steps = same.index(False) + 1
     else:
-        assert same.all()
+        assert same == [True] * steps
     np.testing.assert_allclose(draft.confidence[:steps], theirs.confidence[:steps], rtol=1e-4)
 
 
@@ -776,7 +748,6 @@ def test_a_draft_is_continued_as_if_its_beginning_had_been_said(features):
     engine.assert_same_drafts()
 
 
-@pytest.mark.skipif(run_as_python(), reason="compiles the kernels")
 def test_ranks_draft_the_same_bits():
     """In whatever order blocks and warps run, and no value depends on which lane of a warp stores it."""
     from tests.ptx.machine import changed_settings
@@ -834,41 +805,6 @@ def test_recorded_rollouts_draft_in_another_drafter_as_in_their_own():
         assert (summary["rollouts"], summary["tokens"], summary["requests_with_history"]) == (1, 7, 1 - is_live)
 
 
-def test_a_request_on_its_own_has_a_problem_that_nobody_else_has():
-    engine = Engine()
-    for slot, own_only in enumerate((True, True, False)):
-        engine.drafter.start_request(slot, [1, 2], problem_id=7, own_only=own_only)
-    problems = {slot: live.problem for slot, live in engine.drafter._live.items()}
-    assert [problem.members for problem in problems.values()] == [[0], [1], [2]]
-    engine.drafter.stop_requests([EndedRequest(slot, 4, keep=False) for slot in range(2)])
-    assert list(engine.drafter._problems) == [7]
-    engine.drafter.check_integrity()
-
-
-def test_what_is_being_copied_is_recorded_by_who_waits_for_it():
-    class Copying:
-        """As `torch.cuda.Event`."""
-
-        is_done = False
-
-        def query(self):
-            return self.is_done
-
-        def synchronize(self):
-            self.is_done = True
-
-    drafter = Engine().drafter
-    drafter.record_rollouts()
-    fields = torch.tensor([0, 5, 2])
-    for order in range(2):
-        tokens, features = torch.arange(7, dtype=torch.int32), torch.from_numpy(no_features(7))
-        drafter._archive.add(Archived(4, order, 0, 7, tokens, features, fields, Copying()))
-    assert drafter.take_recorded() == []
-    recorded = drafter.take_recorded(wait=True)
-    assert [rollout.tokens.tolist() for rollout in recorded] == [[2, 3, 4]] * 2
-    assert drafter.take_recorded(wait=True) == []
-
-
 def test_of_requests_that_say_nothing_nothing_is_recorded():
     """The host does not know that one is aborted before its first token. Of one that is not kept nothing is known."""
     engine = Engine()
@@ -879,17 +815,6 @@ def test_of_requests_that_say_nothing_nothing_is_recorded():
     engine.stop(dropped, keep=False)
     assert engine.drafter.take_recorded(wait=True) == []
     assert not engine.drafter.knows(4)
-
-
-def test_a_text_as_long_as_was_said_does_not_fill_its_piece():
-    """One that does may lack its last tokens, and has no drafts."""
-    drafter = Engine(max_requests=1).drafter
-    drafter.start_request(0, [1])
-    length = 1
-    for _ in range(3):
-        drafter.reserve(np.array([0]), np.array([length]))
-        assert drafter._pieces[0, 1] > length
-        length = int(drafter._pieces[0, 1])
 
 
 def test_texts_that_move_together_move_to_where_none_of_them_is():

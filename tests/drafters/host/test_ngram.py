@@ -9,39 +9,10 @@ from hypothesis import strategies as st
 from rollout_spec.drafters.host import ngram
 from rollout_spec.drafters.host.constants import MAX_DEPTH
 from rollout_spec.drafters.host.ngram import LONG_ORDER, SHORT_ORDER, WAYS
-from rollout_spec.drafters.host.store import LAST, PAGE_TOKENS
+from rollout_spec.drafters.host.store import LAST
 from tests.drafters.recorder import SLOW, Recorder, examples
 
 ORDERS = (LONG_ORDER, SHORT_ORDER)
-contexts = st.lists(st.integers(0, 3), min_size=1, max_size=MAX_DEPTH + 4)
-
-
-def check_contexts(recorder, context):
-    recorder.check()
-    for problem in {text.problem for text in recorder.texts().values()}:
-        recorder.check_table(problem, context)
-        for text in recorder.texts().values():
-            whole = [*text.before, *text.tokens]
-            for end in {len(whole), len(whole) // 2} - {0}:
-                recorder.check_table(problem, whole[:end])
-
-
-@examples(60)
-@given(
-    prompts=st.lists(st.lists(st.integers(0, 2), max_size=40), min_size=1, max_size=2),
-    rollouts=st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=50), st.booleans()), min_size=1, max_size=5),
-    context=contexts,
-    random=st.randoms(use_true_random=False),
-)
-def test_candidates_are_true_in_any_order_of_growth_and_removal(prompts, rollouts, context, random):
-    recorder = Recorder("ngram", max_history_tokens=4 * PAGE_TOKENS)
-    recorder.start_interleaved(prompts, [tokens for tokens, _ in rollouts], random)
-    check_contexts(recorder, context)
-    order = list(range(len(rollouts)))
-    random.shuffle(order)
-    for i in order:
-        recorder.stop(str(i), keep=rollouts[i][1])
-        check_contexts(recorder, context)
 
 
 @examples(40)

@@ -10,11 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_spec.drafters.host.drafter import HistoryDrafter
-from rollout_spec.drafters.host.requests import NO_TOKEN, RequestTable
+from rollout_spec.drafters.host.requests import RequestTable
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled, decide
 from rollout_spec.drafters.host.store import PAGE_TOKENS
 from rollout_spec.drafting import Drafting
 from rollout_spec.features.format import FEATURE_WORDS, no_features
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID
+from tests.adversaries import NoDrafter
 from tests.drafters.recorder import SENTINEL, examples, sampled
 
 K = 3
@@ -38,7 +40,7 @@ MOVE = st.fixed_dictionaries(
 )
 
 
-class Lone:
+class Lone(NoDrafter):
     """A drafter that knows requests one by one, and keeps what it is given."""
 
     def __init__(self):
@@ -50,9 +52,6 @@ class Lone:
     def extend(self, req_id, new_token_ids):
         assert all(type(token) is int for token in new_token_ids)
         self.tokens[req_id] += new_token_ids
-
-    def stop_request(self, req_id, *, keep=True):
-        pass
 
 
 class Plain:
@@ -109,7 +108,7 @@ def any_drafts(rng, arrays, row, calibration, num_cells):
             num_given=int(drafts.num_given[row]),
         )
     num_model = rng.integers(0, K + 1)
-    arrays.model_tokens[row] = np.where(np.arange(K) < num_model, rng.integers(0, 4, K), NO_TOKEN)
+    arrays.model_tokens[row] = np.where(np.arange(K) < num_model, rng.integers(0, 4, K), PLACEHOLDER_TOKEN_ID)
     arrays.model_cells[row] = rng.integers(0, num_cells, K)
     held["model"] = SimpleNamespace(
         tokens=arrays.model_tokens[row, :num_model].tolist(), cells=arrays.model_cells[row].tolist()
@@ -161,10 +160,7 @@ def test_what_is_learned_from_a_step(kind, some, steps, seed, is_late):
         drafter.start_request(str(number), request.prompt, problem_id=0)
         request.name, request.row = str(number), drafter.row_of(str(number))
         table.limit(
-            request.row,
-            max_tokens=request.max_tokens,
-            min_tokens=request.min_tokens,
-            stop_token_ids=request.stops,
+            request.row, max_tokens=request.max_tokens, min_tokens=request.min_tokens, stop_token_ids=request.stops
         )
         request.drafts = any_drafts(rng, table.arrays, request.row, ours._calibration, len(counts))
     for moves, has_features in steps:

@@ -4,44 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from rollout_spec.drafters.host.constants import ENOUGH_CANDIDATES, MAX_CANDIDATES, MAX_DEPTH
+from rollout_spec.drafters.host.constants import ENOUGH_CANDIDATES, MAX_CANDIDATES
 from rollout_spec.drafters.host.suffix import MAX_WALK
-from tests.drafters.recorder import SLOW, Recorder, examples
-
-token_lists = st.lists(st.integers(0, 3), max_size=12) | st.lists(st.integers(0, 1), max_size=70)
-contexts = st.lists(st.integers(0, 3), min_size=1, max_size=MAX_DEPTH + 4)
-
-
-def check_contexts(recorder, problem, context):
-    """A given context, and the ends and middles of what the problem holds."""
-    recorder.check()
-    recorder.check_tree(problem, context)
-    for text in recorder.texts().values():
-        whole = [*text.before, *text.tokens]
-        for end in {len(whole), len(whole) // 2, len(text.before)} - {0}:
-            recorder.check_tree(problem, whole[:end])
-
-
-@examples(80)
-@given(
-    prompts=st.lists(st.lists(st.integers(0, 2), max_size=40), min_size=1, max_size=2),
-    rollouts=st.lists(st.tuples(token_lists, st.integers(0, 2)), min_size=1, max_size=5),
-    context=contexts,
-    random=st.randoms(use_true_random=False),
-)
-def test_candidates_equal_brute_force_in_any_order_of_growth_and_removal(prompts, rollouts, context, random):
-    recorder = Recorder(shared=True)
-    recorder.start_interleaved(prompts, [tokens for tokens, _ in rollouts], random, flush=0.2)
-    problem = recorder.problem("0")
-    check_contexts(recorder, problem, context)
-    order = list(range(1, len(rollouts)))
-    random.shuffle(order)
-    for i in order:
-        recorder.stop(str(i), keep=rollouts[i][1] == 2)
-        check_contexts(recorder, problem, context)
+from tests.drafters.recorder import SLOW, Recorder
 
 
 def test_the_newest_of_equal_matches_is_among_the_candidates():

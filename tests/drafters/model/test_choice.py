@@ -12,6 +12,7 @@ from rollout_spec.drafters.model import choice
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.drafting import Drafting
 from rollout_spec.types import Draft
+from tests.adversaries import NoDrafter
 from tests.drafters.recorder import sampled
 
 pytest.importorskip("triton")
@@ -134,14 +135,11 @@ def test_host_and_device_follow_the_rule(steps):
         assert _by_cell(host.choice.counts) == _by_cell(device_counts) == plain.counts
 
 
-class Saying:
+class Saying(NoDrafter):
     """Drafts what it is told to, by request."""
 
     def __init__(self, drafts):
         self.drafts = drafts
-
-    def start_request(self, req_id, prompt_token_ids, *, problem_id=None, seed=None):
-        pass
 
     def propose(self, req_ids, max_tokens):
         drafts = [self.drafts[req_id] for req_id in req_ids]

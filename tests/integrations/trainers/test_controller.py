@@ -145,12 +145,6 @@ def test_a_seed_that_prompts_share_is_refused(prompt):
     assert llm.calls == [[7, 7], [7]]
 
 
-@pytest.mark.parametrize(("given", "expected"), [(20, 40), (64, 64)])
-def test_a_step_has_room_for_every_requests_draft_and_its_next_token(given, expected):
-    kwargs = {"max_num_seqs": 8, "max_num_batched_tokens": given}
-    assert a_controller(num_speculative_tokens=4).engine_kwargs(kwargs)["max_num_batched_tokens"] == expected
-
-
 def test_arguments_of_the_engine():
     controller = EngineController(RolloutSpecConfig(), llm_kwargs={"dtype": "float32", "additional_config": {"a": 1}})
     found = controller.engine_kwargs({"model": "m", "dtype": "auto", "additional_config": {"b": 2}})
@@ -243,14 +237,3 @@ def test_a_drafter_that_raises_meanwhile_ends_the_comparison_and_not_the_run(cap
         llm.generate(["a"], Params())
     assert "nothing more is compared: speculation stays off" in caplog.text
     assert switched(llm) == [("set_enabled", False)]
-
-
-@pytest.mark.parametrize("value", [2, 0, 3.5, True, "4"])
-def test_bad_values_are_refused(value):
-    with pytest.raises((TypeError, ValueError), match="compare_every"):
-        EngineController(RolloutSpecConfig(), compare_every=value)
-
-
-def test_without_speculation_there_is_nothing_to_compare():
-    with pytest.raises(ValueError, match="compare_every compares with drafts"):
-        EngineController(RolloutSpecConfig(speculation=False), compare_every=4)

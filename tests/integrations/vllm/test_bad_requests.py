@@ -66,19 +66,6 @@ def test_seeds_of_requests(llm, goes_on):
             generate(llm, [params])
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("stat",), "did you mean 'stats'"),
-        (("stats", 1), "command stats.*too many"),
-        (("set_enabled", "false"), "set_enabled: its argument must be a bool, got 'false'"),
-    ],
-)
-def test_commands(llm, goes_on, args, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        llm.collective_rpc("rollout_spec", args=args)
-
-
 def test_commands_answer_with_plain_data(llm, off):
     """Also where nothing is drafted, which cannot be switched on."""
     for engine in (llm, off):

@@ -82,21 +82,6 @@ def test_samples_follow_the_target(request, reference_model, name, parameters):
     assert follows_target(tokens, reference_model, **parameters)
 
 
-def test_a_broken_verifier_is_caught(sampling, reference_model, monkeypatch):
-    """An engine that accepts every draft fails the same check."""
-    original = runner_v1.verify_rows
-
-    def accept_all(logits, layout, **kwargs):
-        result = original(logits, layout, **kwargs)
-        output = result.output_token_ids.clone()
-        for i, (start, end) in enumerate(zip(layout.starts[:-1].tolist(), layout.starts[1:].tolist(), strict=True)):
-            output[i, : end - start - 1] = layout.draft[start : end - 1]
-        return result._replace(output_token_ids=output)
-
-    monkeypatch.setattr(runner_v1, "verify_rows", accept_all)
-    assert not follows_target(sampled_pairs(sampling, temperature=1.0), reference_model)
-
-
 def test_everything_is_compiled_while_the_engine_is_built(tiny_model, monkeypatch):
     """The first generation would wait for it, without a word. `tests/jit` shows that it compiles everything."""
     calls, original = [], warm_up.warm_up

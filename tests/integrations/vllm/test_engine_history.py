@@ -19,21 +19,10 @@ from rollout_spec.history.problems import Problems
 from rollout_spec.history.rollout import Rollout
 from rollout_spec.integrations.vllm import engine_history
 from tests.history.made_up import rollouts_in
-from tests.integrations.engines import (
-    build,
-    generate,
-    mixed_params,
-    session_of,
-    stats_of,
-    verify_all,
-)
+from tests.integrations.engines import build, generate, history_of, mixed_params, session_of, stats_of, verify_all
 from tests.integrations.trainers import Compared, make_trainer
 
 pytestmark = pytest.mark.engine
-
-
-def history(llm):
-    return llm.collective_rpc("rollout_spec", args=("history",))[0]
 
 
 def test_imported_text_is_found_by_its_prompt(tiny_model, tmp_path, capfd):
@@ -47,7 +36,7 @@ def test_imported_text_is_found_by_its_prompt(tiny_model, tmp_path, capfd):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     prompts = [tokenizer.encode(text) for text in ("w1 w2 w3", "w1 w2 w4", "w1 w2 w3")]
     generate(llm, mixed_params(3, 1), prompts)
-    assert history(llm)["requests_with_history"] == 2
+    assert history_of(llm)["requests_with_history"] == 2
     assert stats_of(llm)["policy_version"] == 3
     session_of(llm).engine_history.close()
     assert len({rollout.problem_id for rollout in rollouts_in(folder)}) == 2
@@ -76,9 +65,9 @@ def test_a_folder_that_cannot_be_used_costs_a_warning_and_not_the_run(tiny_model
     session_of(llm).engine_history.close()
     said = [record.levelname for record in caplog.records if "cannot be used" in record.message]
     assert said == ["WARNING"], "reading and writing fail for the same reason"
-    assert history(llm)["folder"]["rollouts_lost"] == 3
-    assert history(llm)["rollouts"] == 3
-    assert np.isfinite(history(llm)["folder"]["seconds"])
+    assert history_of(llm)["folder"]["rollouts_lost"] == 3
+    assert history_of(llm)["rollouts"] == 3
+    assert np.isfinite(history_of(llm)["folder"]["seconds"])
 
 
 def test_a_drafter_that_raises_in_the_end_keeps_nothing_from_being_written(tiny_model, tmp_path, monkeypatch):
@@ -103,7 +92,7 @@ def test_a_resumed_trainer_drafts_from_what_was_sampled_before(tiny_model, tmp_p
     assert sorted(texts) == sorted(first.rollouts)
     resumed = Compared(history_dir=True)
     trainer = make_trainer(tiny_model, tmp_path, [resumed], max_steps=1)
-    assert history(resumed.llm)["rollouts"] == len(texts) == 16
+    assert history_of(resumed.llm)["rollouts"] == len(texts) == 16
     assert stats_of(resumed.llm)["policy_version"] >= 1
     trainer.train()
     begins = [line for line in lines if "history begins with" in line]

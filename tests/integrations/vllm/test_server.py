@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from rollout_spec import cli, engine_kwargs
+from tests.conftest import wait_until
 from tests.integrations.engines import build, every_draft, generate, mixed_params, own_processes
 from tests.integrations.server import PROMPT, Server
 from tests.integrations.vllm.test_stop_strings import stopping_params
@@ -71,14 +71,6 @@ def test_the_doctor_reads_a_servers_answer(server, capsys, tmp_path):
     (tmp_path / "report.json").write_text(text)
     assert cli.main(["doctor", str(tmp_path / "report.json")]) == 0
     assert "tokens in" in capsys.readouterr().out
-
-
-def wait_until(holds):
-    """The server counts, and notices that a client has hung up, some time after it has answered."""
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_vllms_own_metrics_are_right(server):

@@ -21,6 +21,7 @@ from rollout_spec.features.format import no_features
 from rollout_spec.history.problems import Problems
 from rollout_spec.integrations.vllm.session import STEPS_PER_SHARING, HostSession, Session
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Draft
+from tests.adversaries import FiveMethods
 from tests.history.made_up import rollouts_in
 
 
@@ -53,13 +54,7 @@ def a_request(prompt=(1, 2, 3)):
 
 
 def a_session(
-    share_from_first_rank=None,
-    *,
-    max_step_tokens=64,
-    max_model_len=500,
-    index_late=False,
-    has_model=False,
-    **options,
+    share_from_first_rank=None, *, max_step_tokens=64, max_model_len=500, index_late=False, has_model=False, **options
 ):
     config = RolloutSpecConfig(**{"num_speculative_tokens": 4, "drafter": "suffix", **options})
     engine = SimpleNamespace(
@@ -307,46 +302,12 @@ def test_costs_are_those_of_the_graphs_that_steps_run_in(mode, sizes):
     assert session.budget.cost._sizes.tolist() == sizes
 
 
-def test_what_is_sampled_past_a_requests_end_is_no_gain():
-    """The runner has counted all of it."""
-    session, request = a_session(budget=False), a_request()
-    request.sampling_params.max_tokens = 4
-    for tokens, outcome in (([1], 0), ([2], 0), ([3, 4, 5, 6], Outcome([3, 4, 5, 6, 7], 3, 4))):
-        advance(session, {"a": tokens}, {"a": outcome}, requests={"a": request})
-    assert session.stats.emitted_tokens == -2
-
-
-def test_a_preempted_request_goes_on_where_it_was():
-    session, drafter = a_listening_session()
-    advance(session, {"a": [1], "b": [2]})
-    advance(session, {"b": [3]})
-    advance(session, {"b": [3], "a": [4]})
-    assert [new for name, new in drafter.extended if name == "a"] == [[1], [4]]
-    assert drafter.limits[-1] == {"b": 4, "a": 4}
-
-
 def test_rejected_targets_reach_a_drafter_that_looks_ahead():
     session, request = a_session(drafter="lookahead", budget=False), a_request((10, 11, 30, 31, 32))
     assert advance(session, {"a": [10]}, requests={"a": request})["a"] == [11, 30, 31, 32]
     assert set(session.drafter._pool.tokens) == {-1}
     advance(session, {"a": [11, 33]}, {"a": Outcome([11, 33, 34, 35, 36], 1, 4)}, requests={"a": request})
     assert set(session.drafter._pool.tokens) == {-1, 34, 35, 36}
-
-
-def test_switched_off_in_mid_flight_and_on_again():
-    """Nothing is drafted meanwhile, and what is sampled is learnt."""
-    session = a_session(budget=False)
-    request = a_request((7, 8))
-    advance(session, {"a": [11, 12, 13]}, requests={"a": request})
-    session.set_enabled(False)
-    assert advance(session, {"a": [14], "c": [11, 12]}, requests=dict.fromkeys("ac", request)) == {"a": [], "c": []}
-    session.set_enabled(True)
-    assert advance(session, {"b": [11], "c": [13]}, requests=dict.fromkeys("bc", request)) == {
-        "b": [12, 13, 14],
-        "c": [14],
-    }
-    session.finish_requests(["a", "b", "c"], ())
-    assert session.num_live_requests() == 0
 
 
 def test_drafts_leave_room_in_the_step():
@@ -363,28 +324,7 @@ def test_drafts_leave_room_in_the_step():
     assert max(longest) == 1
 
 
-@pytest.mark.parametrize(
-    ("params", "sampled", "kept"),
-    [
-        pytest.param({"eos_token_id": 9}, [4, 9, 5], [4, 9], id="end-of-sequence"),
-        pytest.param({"eos_token_id": 9}, [4, 9], [4, 9], id="end-of-sequence-comes-last"),
-        pytest.param({"eos_token_id": 9, "stop_token_ids": [7, 5]}, [4, 5, 9], [4, 5], id="stop-token"),
-        pytest.param({"eos_token_id": 9, "min_tokens": 2}, [9, 9, 5], [9, 9], id="not-before-min-tokens"),
-        pytest.param({"max_tokens": 2}, [4, 5, 6], [4, 5], id="length"),
-    ],
-)
-def test_the_history_ends_where_the_request_does(params, sampled, kept):
-    """A step can sample past an accepted end of sequence; nothing after it is indexed, or drafted for."""
-    session, request = a_session(), a_request()
-    for name, value in params.items():
-        setattr(request.sampling_params, name, value)
-    for tokens in (sampled, [4, 4]):  # the engine notices the end a step later
-        assert not any(advance(session, {"a": tokens}, requests={"a": request}).values())
-        assert output_of(session, "a") == kept
-        assert known(session, "a") == (len(request.prompt_token_ids) + len(kept), True)
-
-
-class Listener:
+class Listener(FiveMethods):
     """A drafter that keeps what it is told, and drafts as many sevens as it may."""
 
     def __init__(self):
@@ -400,12 +340,6 @@ class Listener:
         self.limits.append(dict(zip(req_ids, max_tokens.tolist(), strict=True)))
         sizes = np.maximum(max_tokens, 0).tolist()
         return [Draft(np.full(n, 7, np.int32), np.linspace(0.9, 0.5, n, dtype=np.float32)) for n in sizes]
-
-    def stop_request(self, req_id, *, keep=True):
-        pass
-
-    def begin_policy_version(self, version):
-        pass
 
 
 def a_listening_session(**options):
@@ -456,17 +390,6 @@ def test_requests_that_share_nothing_have_problems_of_their_own_where_the_drafte
     advance(session, {"a": [1], "b": [1]}, requests=dict.fromkeys("ab", request))
     problems = {problem_id for problem_id, _ in drafter.started.values()}
     assert len(problems - {None, problem_of_prompt([1, 2, 3])}) == 2
-
-
-@pytest.mark.parametrize(("max_model_len", "max_tokens"), [(8, 200), (500, 5)])
-def test_drafts_end_where_the_model_or_the_request_does(max_model_len, max_tokens):
-    """The last position is the target's own token."""
-    session, drafter = a_listening_session(max_model_len=max_model_len)
-    request = a_request([1, 2, 3])
-    request.sampling_params.max_tokens = max_tokens
-    for token in (4, 5, 6):
-        advance(session, {"a": [token]}, requests={"a": request})
-    assert drafter.limits == [{"a": 3}, {"a": 2}, {"a": 1}]
 
 
 def test_problems_are_told_apart_by_all_that_shapes_their_outputs():
@@ -600,60 +523,14 @@ def test_prompts_of_embeddings_keep_no_complete_batch_waiting(tmp_path, names):
     assert said_in(tmp_path) == [[9]]
 
 
-def live_in_history(session):
-    """How many requests the history counts, by problem. Of the same problems the folder is looked at."""
-    history = session.engine_history
-    assert history._thread._watched.keys() == history._live.keys()
-    return dict(history._live)
-
-
-def test_history_counts_the_requests_that_are_live_of_each_problem(tmp_path):
-    """From when they are scheduled, so that a problem's history is read while its prompt is, until they end."""
-    session = with_folder(tmp_path, budget=False)
-    requests = {name: a_request((1, 2)) for name in "ab"} | {"c": a_request((3, 4)), "d": a_request()}
-    requests["d"].prompt_token_ids = None
-    one, two = (problem_of_prompt(prompt) for prompt in ((1, 2), (3, 4)))
-    session.set_enabled(False)
-    for _ in range(2):  # in vLLM's V2 runner again after a preemption
-        schedule(session, requests)
-        assert live_in_history(session) == {one: 2, two: 1}
-    session.finish_requests(["b"], ())  # a client has left before the first token
-    for step in ({"a": [5]}, {"a": [5], "c": [6]}):
-        advance(session, step, requests=requests)
-        assert live_in_history(session) == {one: 1, two: 1}
-    session.finish_requests(["a"], ())
-    assert live_in_history(session) == {two: 1}
-    session.finish_requests(["c"], ())
-    assert live_in_history(session) == {}
-    session.close()
-    assert said_in(tmp_path) == [[5, 5], [6]]
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_history_counts_no_request_that_is_complete(tmp_path, keep):
-    session = with_folder(tmp_path, budget=False)
-    requests = {name: a_request((1, 2)) for name in "abc"}
-    for request in requests.values():
-        request.sampling_params.extra_args = {"rollout_spec": {"keep_in_history": keep}}
-    requests["a"].sampling_params.eos_token_id = 9
-    requests["b"].sampling_params.max_tokens = 1
-    advance(session, {"a": [9], "b": [4]}, requests=requests)
-    assert live_in_history(session) == {}
-    advance(session, {"c": [4]}, requests=requests)
-    requests["c"].prompt_token_ids = [1, 2, 4, 5]  # a streaming session goes on
-    advance(session, {"c": [4]}, requests=requests)
-    assert sum(live_in_history(session).values()) == 1
-    session.finish_requests(["c"], ())
-    assert live_in_history(session) == {}
-    session.close()
-
-
 def test_history_counts_no_request_once_the_drafter_has_raised(tmp_path):
     session = with_folder(tmp_path)
     schedule(session, {"a": a_request((1, 2)), "b": a_request((1, 2)), "c": a_request((3, 4))})
-    assert sum(live_in_history(session).values()) == 3
+    history = session.engine_history
+    assert history._live.total() == 3
     session._switch_off(ArithmeticError())
-    assert live_in_history(session) == {}
+    assert not history._live
+    assert not history._thread._watched
     session.close()
 
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
 
+from transformers import AutoTokenizer
 from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.outputs import LogprobsLists
 
+from rollout_spec.integrations.vllm.stop_strings import end_at_stop_string
 from rollout_spec.noise import host as noise
 from tests.integrations.engines import build, every_draft, generate, verify_all
 
@@ -48,20 +54,16 @@ def test_what_is_counted_ends_there(tiny_model, off):
     assert [output.metrics.num_generation_tokens for output in outputs] == expected
 
 
+def detokenizer_of(model):
+    """Of a request that ends at "w5"."""
+    params = SamplingParams(stop=["w5"])
+    request = SimpleNamespace(request_id="", prompt_token_ids=[1, 4], prompt_embeds=None, sampling_params=params)
+    return IncrementalDetokenizer.from_new_request(AutoTokenizer.from_pretrained(model), request)
+
+
 def test_everything_of_a_step_is_cut_alike(tiny_model):
     """Log-probabilities and routed experts too; the next call of vLLM's `update` finds the work done."""
-    import numpy as np
-    from transformers import AutoTokenizer
-    from vllm.v1.engine import EngineCoreOutput, FinishReason
-    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-    from vllm.v1.outputs import LogprobsLists
-
-    from rollout_spec.integrations.vllm.stop_strings import end_at_stop_string
-
-    request = SimpleNamespace(
-        request_id="", prompt_token_ids=[1, 4], prompt_embeds=None, sampling_params=SamplingParams(stop=["w5"])
-    )
-    detokenizer = IncrementalDetokenizer.from_new_request(AutoTokenizer.from_pretrained(tiny_model), request)
+    detokenizer = detokenizer_of(tiny_model)
     scores = LogprobsLists(np.arange(4)[:, None], np.arange(4.0)[:, None], np.arange(4))
     output = EngineCoreOutput(
         "", [8, 9, 7, 6], new_logprobs=scores, finish_reason=FinishReason.LENGTH, routed_experts=np.arange(4)
@@ -78,17 +80,8 @@ def test_everything_of_a_step_is_cut_alike(tiny_model):
 
 
 def test_of_a_step_that_ends_with_a_stop_token_only_that_token_is_no_text(tiny_model):
-    from transformers import AutoTokenizer
-    from vllm.v1.engine import EngineCoreOutput, FinishReason
-    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-
-    from rollout_spec.integrations.vllm.stop_strings import end_at_stop_string
-
     def said(tokens, *, at_once):
-        request = SimpleNamespace(
-            request_id="", prompt_token_ids=[1, 4], prompt_embeds=None, sampling_params=SamplingParams(stop=["w5"])
-        )
-        detokenizer = IncrementalDetokenizer.from_new_request(AutoTokenizer.from_pretrained(tiny_model), request)
+        detokenizer = detokenizer_of(tiny_model)
         if at_once:
             end_at_stop_string(detokenizer, EngineCoreOutput("", tokens, finish_reason=FinishReason.STOP))
         assert detokenizer.update(tokens, True) is None

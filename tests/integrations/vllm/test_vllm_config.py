@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -57,21 +56,6 @@ def configuration(model, **kwargs):
     return EngineArgs(model=str(model), dtype="float32", enforce_eager=True, **kwargs).create_engine_config()
 
 
-@pytest.mark.engine
-def test_an_engine_asks_for_us_and_speculates(tiny_model, monkeypatch, said):
-    from tests.integrations.engines import build, generate, mixed_params, stats_of
-
-    monkeypatch.setenv(VARIABLE, json.dumps({"num_speculative_tokens": 3, "models": [f"{tiny_model}*"]}))
-    llm = build(tiny_model, additional_config={"theirs": 1})
-    assert llm.llm_engine.vllm_config.additional_config["theirs"] == 1
-    generate(llm, mixed_params(8, 1, max_tokens=30))
-    assert stats_of(llm)["draft_tokens"] > 0
-    first = next(line for line in said if line.startswith(VARIABLE))
-    assert first == f"{VARIABLE} gives the engine of {tiny_model} at most 3 draft tokens"
-    assert sum(line.startswith(VARIABLE) for line in said) == 1
-    assert sum("is on: up to 3 draft tokens" in line for line in said) == 1
-
-
 @pytest.mark.parametrize(("drafter", "has_history"), [("history", True), ("lookahead", False)])
 def test_the_start_line_names_history_only_where_there_is_some(tiny_model, drafter, has_history):
     config = configuration(tiny_model, **engine_kwargs(drafter=drafter))
@@ -91,12 +75,14 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
         ("{}", {"runner": "pooling"}, False, None, "alone: it does not generate"),
         ('{"speculation": false}', {}, True, None, "our noise and no drafts"),
         ("{}", engine_kwargs(num_speculative_tokens=5), True, 5, None),
+        ('{"num_speculative_tokens": 3, "models": ["*"]}', {}, True, 3, "at most 3 draft tokens"),
         ("", {}, False, None, None),
     ],
 )
-def test_engines_that_are_not_given_drafts(tiny_model, monkeypatch, said, variable, engine, is_ours, k, line):
+def test_what_engines_are_given(tiny_model, monkeypatch, said, variable, engine, is_ours, k, line):
     monkeypatch.setenv(VARIABLE, variable)
-    config = configuration(tiny_model, **engine)
+    config = configuration(tiny_model, **{"additional_config": {"theirs": 1}, **engine})
+    assert config.additional_config.get("theirs", 1) == 1
     assert ("rollout_spec" in config.additional_config) == is_ours
     assert getattr(config.speculative_config, "num_speculative_tokens", None) == k
     assert [text.endswith(str(line)) for text in said if text.startswith(VARIABLE)] == [True] * (line is not None)

@@ -14,14 +14,7 @@ from transformers import AutoModelForCausalLM
 from rollout_spec import RolloutSpecConfig, engine_kwargs
 from rollout_spec.integrations.vllm.runner import RunnerAdapter
 from rollout_spec.integrations.vllm.weights import WeightWatch
-from tests.integrations.engines import (
-    build,
-    generate,
-    mixed_params,
-    runner_of,
-    stats_of,
-    verify_all,
-)
+from tests.integrations.engines import build, generate, mixed_params, runner_of, stats_of, verify_all
 
 
 def test_many_calls_between_two_steps_are_one_version():
