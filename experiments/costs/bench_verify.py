@@ -33,6 +33,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from experiments.check_gpu import captured
+from experiments.engines.build import repair_vllm_on_cpu
 from experiments.rows import append, make_parser, origin, quantiles
 from rollout_spec.integrations.vllm import plugin
 from rollout_spec.integrations.vllm.sampling import keep_broken, truncate
@@ -234,6 +235,7 @@ def main(argv: list[str] | None = None) -> None:
     else:  # what an engine's worker does when it starts
         torch.set_num_threads(1)
         current_platform.register_triton_kernel_overrides()
+        repair_vllm_on_cpu()
     about = origin(name)
     names = ["ours", "features", "vllm_v1"]
     names += ["ours_graph", "features_graph"] if bandwidth else []
