@@ -61,7 +61,7 @@ def on_gpu(phases: Rows, simulated: Rows) -> Iterator[float]:
 def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     """(how a table's first line begins, its rows, what figures they give)."""
     demos, engines = read("bench_demo"), read("bench_engines", policy="demo")
-    run = read("real_policy/run_features", benchmark="real_policy/run")
+    run = read("real_policy/run", benchmark="real_policy/run")
     drafts = [row for row in read("bench_draft", regime="inflight") if row["drafter"] != "ours, n-gram"]
     features = read("bench_features", history=16)
     for start, rows, names in (
@@ -75,12 +75,11 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     first = [len(demos), *(sum(fields(demos, name)) for name in ("rollouts_identical", "rollouts_total"))]
     first += [*fields(demos, "generation_speedup"), *fields(engines, "speedup")]
     first += fields(run, "stock_over_on_per_token", "identical", "rollouts")
-    trl, phases, simulated = read("bench_trl"), read("bench_phase"), read("modes_simulated", benchmark="modes/phases")
-    first += fields(trl, "times_as_fast", "identical", "rollouts")
+    phases, simulated = read("bench_phase"), read("modes_simulated", benchmark="modes/phases")
     first += [row["times_as_fast"] for row in phases if row["mode"] == "device"]
     yield "| requests at once | ", [*phases, *simulated], on_gpu(phases, simulated)
-    yield "| What | Ran on ", [*trl, *phases, *demos, *engines, *run], first
-    rows = read("real_policy/run_features", benchmark="real_policy/epoch")
+    yield "| What | Ran on ", [*phases, *demos, *engines, *run], first
+    rows = read("real_policy/run", benchmark="real_policy/epoch")
     epochs = fields(rows, "reward", "tokens_per_step", "stock_over_on_per_token", "off_over_on")
     yield "| epoch | mean reward ", rows, epochs
     rows = [row for row in read("bench_model_drafters") if "request_steps" in row]
