@@ -62,7 +62,7 @@ class SpeculationStats:
 
     def record(self, num_draft_tokens: ArrayLike, num_accepted: ArrayLike) -> None:
         """Count one step's outcome: integers [B], one entry per request that our verifier sampled."""
-        drafted, accepted = np.asarray(num_draft_tokens), np.asarray(num_accepted)
+        drafted, accepted = np.asarray(num_draft_tokens, np.int64), np.asarray(num_accepted, np.int64)
         self.steps += 1
         self.request_steps += drafted.size
         self.num_drafts += int(np.count_nonzero(drafted))
@@ -88,12 +88,12 @@ class SpeculationStats:
         }
 
 
-def _add_positions(counts: list[int], lengths: NDArray[np.integer]) -> None:
+def _add_positions(counts: list[int], lengths: NDArray[np.int64]) -> None:
     """Add to the j-th count how many of the lengths are above j."""
-    longest = int(lengths.max(initial=0))
-    counts.extend([0] * (longest - len(counts)))
-    for position in range(longest):
-        counts[position] += int(np.count_nonzero(lengths > position))
+    longer = np.bincount(lengths)[:0:-1].cumsum()[::-1].tolist()
+    counts.extend([0] * (len(longer) - len(counts)))
+    for position, number in enumerate(longer):
+        counts[position] += number
 
 
 def _difference(later: Any, earlier: Any) -> Any:

@@ -15,7 +15,7 @@ import pytest
 import wrapt
 
 from tests import timings
-from tests.interpreter import run_kernels
+from tests.emulation import run_kernels
 
 run_kernels()
 

@@ -39,7 +39,7 @@ def simulated(shape: str, gpu: str, mode: str, batch: int, k: int) -> list[dict[
     for number in range(len(PHASES)):
         phase = Phase(recorded, batch, number)
         rollouts = [r._replace(problem_id=p) for r, p in zip(phase.rollouts, phase.problems, strict=True)]
-        context = float(np.mean([r.prompt_token_ids.size + r.token_ids.size / 2 for r in rollouts]))
+        context = float(np.mean([rollout.mean_context for rollout in rollouts]))
         cost = step_cost(SHAPES[shape], gpu, drafts=mode == "device", context=context)
         drafter.begin_policy_version(number)
         steps = sum_up(list(simulate(rollouts, drafter, policy, cost, num_speculative_tokens=k, batch=batch)))

@@ -327,7 +327,7 @@ def main() -> None:
         rollouts = [
             rollout for size in batches for n in range(len(PHASES)) for rollout in Phase(recorded, size, n).rollouts
         ]
-        context = round(np.mean([r.prompt_token_ids.size + r.token_ids.size / 2 for r in rollouts]))
+        context = round(np.mean([rollout.mean_context for rollout in rollouts]))
         write_step_times(args.step_times, args.shape, context, rows)
     if len(children) < len(args.modes):
         raise SystemExit(f"stopped early: {', '.join(mode for mode in args.modes if mode not in children)}")

@@ -230,7 +230,7 @@ class _Colocated(_Server):
 
     def _start(self) -> None:
         if self._plan.kind == "device":
-            from tests.interpreter import schedule_as_on_gpus, show_vllm_a_backend
+            from tests.emulation import schedule_as_on_gpus, show_vllm_a_backend
 
             show_vllm_a_backend()
             schedule_as_on_gpus()

@@ -40,7 +40,8 @@ WORTH_IT, SURELY = 1.1, 2.5
 """Whole drafts whose time is not known are made if they give WORTH_IT times the tokens. With SURELY times nothing else
 is tried: on an H100 a step with drafts took the host 1.5 to 2.2 times as long as one without."""
 PATIENCE = 128
-"""The worse K is tried again after so many steps of about as many requests, times how much worse it is, squared."""
+"""The K that gives fewer tokens per second is tried again after PATIENCE r² steps of about as many requests, if the
+other gives r times as many."""
 
 
 class MeasuredSchedule:

@@ -71,8 +71,12 @@ class RunnerAdapter:
         """Whether what the target samples after rejected drafts is of use to the drafter."""
         return self._drafter_wants_rejected and self.session is not None and self.session.is_learning
 
-    def compile_kernels(self, *, draws: bool = False) -> None:
-        """Called before vLLM's own warm-up. `draws`: whether a model's drafts are drawn, too."""
+    def compile_kernels(self) -> None:
+        """Called before vLLM's own warm-up."""
+        self._compile_kernels(draws=False)
+
+    def _compile_kernels(self, *, draws: bool) -> None:
+        """`draws`: whether a model's drafts are drawn, too."""
         model = self._runner.vllm_config.model_config
         warm_up_kernels(
             self.config,

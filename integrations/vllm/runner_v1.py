@@ -109,10 +109,10 @@ class RunnerAdapterV1(RunnerAdapter):
             drafter.adapter = self
         refuse_own_processors(processors)
 
-    def compile_kernels(self, *, draws: bool = False) -> None:
+    def compile_kernels(self) -> None:
         """See `RunnerAdapter`. On CPUs the verifier has no kernels."""
         if self._runner.device.type == "cuda":
-            super().compile_kernels(draws=self.model_drafter is not None and self.config.verify == "sample")
+            self._compile_kernels(draws=self.model_drafter is not None and self.config.verify == "sample")
 
     def on_forward(self) -> None:
         """See `RunnerAdapter`. Keeps the step's hidden states."""

@@ -26,7 +26,7 @@ class Rollout(NamedTuple):
         runs: Lengths of runs of `token_ids`, alternately sampled and given by an environment. Empty: all was sampled.
         seed: Of the noise it was sampled with, where that is known.
         features: int64 [n, FEATURE_WORDS], what the target saw at each token, where that is known.
-        num_prompt_tokens: Of the whole prompt, where `prompt_token_ids` is only its end. 0: it is not.
+        num_prompt_tokens: Length of the whole prompt, where `prompt_token_ids` is only the end of it; otherwise 0.
     """
 
     problem_id: int
@@ -40,7 +40,7 @@ class Rollout(NamedTuple):
 
     @property
     def mean_context(self) -> float:
-        """Tokens before those that are decoded, on average."""
+        """How many tokens precede one of `token_ids`, on average."""
         return max(self.num_prompt_tokens, self.prompt_token_ids.size) + self.token_ids.size / 2
 
 

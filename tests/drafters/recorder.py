@@ -31,7 +31,7 @@ SENTINEL = -9
 
 
 def examples(count: int, **others) -> settings:
-    """Settings of one test; far fewer examples where the kernels are interpreted."""
+    """Settings of one test; far fewer examples where numba is switched off."""
     count = max(4, count // 15) if SLOW else count * FUZZING
     return settings(max_examples=count, deadline=None, derandomize=True, **others)
 

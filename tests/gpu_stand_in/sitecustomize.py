@@ -6,7 +6,7 @@ doctor --device` checks the CPU with a small vocabulary. Python imports a module
 
 import wrapt
 
-from tests.interpreter import run_kernels, schedule_as_on_gpus, show_vllm_a_backend
+from tests.emulation import run_kernels, schedule_as_on_gpus, show_vllm_a_backend
 
 run_kernels()
 show_vllm_a_backend()

@@ -30,7 +30,7 @@ from rollout_spec import RolloutSpecConfig
 from rollout_spec.drafters.device.drafter import DeviceDrafter
 from rollout_spec.drafters.model.choice_device import DeviceChoice
 from rollout_spec.jit.warm_up import warm_up_kernels
-from tests.interpreter import run_kernels
+from tests.emulation import run_kernels
 
 RECORDED = Path(__file__).with_name("resources.json")
 K, MODEL_LEN, CPU = 7, 32_768, torch.device("cpu")

@@ -1,6 +1,6 @@
 """vLLM's Triton kernels for recurrent layers on a CPU, in place of the C++ that its CPU build has instead.
 
-They are emulated as ours are (`tests/interpreter.py`). Chunked prefill of gated DeltaNet multiplies
+They are emulated as ours are (`tests/emulation.py`). Chunked prefill of gated DeltaNet multiplies
 matrices in shared memory, which the emulator does not know: it is the recurrence itself here.
 """
 
@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from tests.interpreter import schedule_as_on_gpus, show_vllm_a_backend
+from tests.emulation import schedule_as_on_gpus, show_vllm_a_backend
 
 
 def use_gpu_kernels() -> None:

@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from tests.interpreter import schedule_as_on_gpus, show_vllm_a_backend
+from tests.emulation import schedule_as_on_gpus, show_vllm_a_backend
 
 IS_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 collect_ignore_glob = [] if IS_V2 else ["test_*_v2.py"]
