@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
@@ -35,7 +36,7 @@ from rollout_spec.estimate.costs import (
     step_cost,
 )
 from rollout_spec.estimate.phases import Adaptive, Phase, Policy, k_by_requests, simulate, sum_up
-from rollout_spec.estimate.recorded import Rollout, add_rollout, by_problem, read_rollouts
+from rollout_spec.estimate.recorded import Rollout, add_rollout, by_problem, read_rollouts, without_copies
 from rollout_spec.history.command import load_tokenizer
 from rollout_spec.imports import install
 from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
@@ -43,6 +44,10 @@ from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 Ints = NDArray[np.int64]
 WORTH_IT = 1.1
 """A phase that is less than so many times as fast is not worth an installation."""
+ENGINE = "V2 of vLLM 0.31 or newer, drafts on the device"
+"""Whose steps are simulated."""
+SECONDS_BETWEEN_LINES = 10
+"""Of progress."""
 ENOUGH_PROMPTS = 10
 """Fewer say too little for an interval, and for a verdict."""
 RESAMPLED = 1000
@@ -103,8 +108,10 @@ def run(args: Namespace) -> int:
     if has_costs:
         if args.step_times is None:
             print('Step times are estimates: "times as fast" was 0.91 to 1.33 times what an H100 gave.')
+        recording = args.paths[0] + f" and {len(args.paths) - 1:,} more" * (len(args.paths) > 1)
         for batch in args.requests:
-            print(f"{batch} requests: {verdict([row for row in rows if row['requests'] == batch])}.")
+            said = verdict([row for row in rows if row["requests"] == batch])
+            print(f"{batch} requests in {ENGINE}: {said}, by {recording}.")
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=1))
     return 0
@@ -175,14 +182,19 @@ def _simulate(earlier: Sequence[Rollout], phases: Sequence[list[Rollout]], engin
     # The host's drafter stands for the device's, which drafts much the same.
     drafter = build_drafter("history", max_draft_tokens=engine.k, min_survival=0.0)
     known, results = {rollout.problem_id for rollout in earlier}, []
+    num_ended, num_rollouts, said = 0, sum(map(len, phases)), time.monotonic()
     for rollout in earlier:
         add_rollout(drafter, rollout)
     for number, phase in enumerate(phases):
-        if sys.stderr.isatty():
-            print(f"\r{batch} requests: phase {number + 1} of {len(phases)} ", end="\r", file=sys.stderr)
         drafter.begin_policy_version(number + bool(earlier))
         problems = {rollout.problem_id for rollout in phase}
-        steps = list(simulate(phase, drafter, engine.policy, engine.ours, num_speculative_tokens=engine.k, batch=batch))
+        steps = []
+        for step in simulate(phase, drafter, engine.policy, engine.ours, num_speculative_tokens=engine.k, batch=batch):
+            steps.append(step)
+            num_ended += len(step.ended)
+            if time.monotonic() - said > SECONDS_BETWEEN_LINES:
+                said = time.monotonic()
+                print(f"{batch} requests: {num_ended:,} of {num_rollouts:,} rollouts decoded again", file=sys.stderr)
         is_later = 2 * len(problems & known) > len(problems)
         known |= problems
         if not steps:
@@ -279,15 +291,20 @@ def _read(args: Namespace) -> list[Rollout]:
     if min(args.requests) < 1:
         raise ValueError(f"--requests must be positive, got {min(args.requests)}")
     tokenizer = None if args.tokenizer is None else load_tokenizer(args.tokenizer)
-    rollouts: list[Rollout] = []
+    logs: list[list[Rollout]] = []
     unusable = []
     for path in args.paths:
         try:
-            rollouts += read_rollouts(path, tokenizer)
-        except ValueError as error:
+            logs.append(read_rollouts(path, tokenizer))
+        except FileNotFoundError:  # a misspelt name
+            raise
+        except (OSError, ValueError) as error:
             unusable.append(str(error))
-    if not rollouts:
+    if not logs:
         raise ValueError(unusable[0])
+    rollouts, num_copies = without_copies(logs)
+    if num_copies:
+        print(f"{num_copies:,} copies of rollouts are left out; the earliest step of each counts", file=sys.stderr)
     if unusable:
         print(f"{len(unusable):,} of {len(args.paths):,} files are left out, first {unusable[0]}", file=sys.stderr)
     if all(rollout.token_ids.size < 2 for rollout in rollouts):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout_spec.checks import integer, number
 from rollout_spec.integrations.vllm.host_time import known_costs
 from rollout_spec.integrations.vllm.step_sizes import LARGEST_CUT, MEASURED_CONTEXT
 
@@ -30,6 +31,8 @@ SHARPNESS = 4
 power are added. At equal times that is 1.19 times as long as either. An estimate."""
 TOKENS = np.unique(np.append(2.0 ** np.arange(0, 14.25, 0.25), 2049.0).round())
 """Points of the curves: four per doubling, and the first size beyond the largest graph."""
+MAX_SIZE = 2**40
+"""Of a model's sizes and a step's milliseconds; sums of larger numbers might not be finite."""
 MEASURED_TOKENS = 1, 16, 24, 32, 48, 64, 96, 128, 192, 256, 288, 384, 512, 768, 1024
 LARGE_STEPS = 0.97, 1.16, 0.95, 0.92, 0.86, 0.85
 MEASURED_SHARE = {
@@ -181,22 +184,29 @@ def shape_of(model: str) -> Shape:
     try:
         config = json.loads(path.read_text())
         config = config.get("text_config", config)
-        hidden, layers, heads = (config[n] for n in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+
+        def size(name: str, default: int | None = None, *, least: int = 1, most: int = MAX_SIZE) -> int:
+            if default is not None and config.get(name) is None:
+                return default
+            return integer(f"{path}: {name}", config[name], least, most)
+
+        hidden, layers, heads = size("hidden_size"), size("num_hidden_layers"), size("num_attention_heads")
         kinds = " ".join(config.get("layer_types") or ())
         if config.get("kv_lora_rank") or "linear" in kinds or "mamba" in kinds:
             raise ValueError(f"{path}: compressed or recurrent attention is not estimated: give --step-times")
-        kv_heads, head = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
-        experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
-        width = config.get("moe_intermediate_size") or config["intermediate_size"]
-        with_experts = max(layers - (config.get("first_k_dense_replace") or 0), 0) if experts else 0
+        kv_heads, head = size("num_key_value_heads", heads), size("head_dim", hidden // heads)
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        experts = next((size(name) for name in names if config.get(name)), 0)
+        width = size("moe_intermediate_size", size("intermediate_size", 0))
+        with_experts = max(layers - size("first_k_dense_replace", 0, least=0), 0) if experts else 0
         of_experts = with_experts * experts * 3 * hidden * width
-        shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * width
+        shared = size("shared_expert_intermediate_size", size("n_shared_experts", 0, least=0) * width, least=0)
         dense = with_experts * 3 * hidden * shared
         if layers > with_experts:
-            dense += (layers - with_experts) * 3 * hidden * config["intermediate_size"]
-        words = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
+            dense += (layers - with_experts) * 3 * hidden * size("intermediate_size")
+        words = size("vocab_size") * hidden * (1 if config.get("tie_word_embeddings") else 2)
         parameters = of_experts + dense + words + layers * 2 * hidden * head * (heads + kv_heads)
-        used = config["num_experts_per_tok"] / experts if experts else 1.0
+        used = size("num_experts_per_tok", most=experts) / experts if experts else 1.0
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no config.json of a transformer: {error!r}") from error
     return Shape(parameters, layers, layers * 2 * kv_heads * head * 2, of_experts, used)
@@ -302,12 +312,12 @@ def step_time_rows(path: Path) -> list[StepTime]:
     """The rows of a CSV with the columns model, requests, context, num_speculative_tokens and median_ms.
 
     Raises:
-        ValueError: columns are missing, or numbers in them.
+        ValueError: columns are missing, or a number in them is none or impossible.
         OSError: the file cannot be read.
     """
     try:
-        with path.open(newline="") as file:
-            return [
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = [
                 StepTime(
                     model=row["model"],
                     requests=int(row["requests"]),
@@ -319,6 +329,13 @@ def step_time_rows(path: Path) -> list[StepTime]:
             ]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} has not the columns of step times, or no numbers in them: {error!r}") from error
+    for place, row in enumerate(rows, 1):
+        where = f"{path}, row {place}:"
+        integer(f"{where} requests", row.requests, 1, MAX_SIZE)
+        integer(f"{where} context", row.context, 0, MAX_SIZE)
+        integer(f"{where} num_speculative_tokens", row.k, 0, MAX_SIZE)
+        number(f"{where} median_ms", row.milliseconds, lambda ms: 0 < ms < MAX_SIZE, "positive and finite")
+    return rows
 
 
 def read_step_times(path: Path, model: str | None, context: float) -> dict[int, dict[int, float]]:

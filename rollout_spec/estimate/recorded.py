@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import numpy as np
 
 from rollout_spec.drafters.host.step import NO_FEATURES
 from rollout_spec.features.format import Features, no_features
+from rollout_spec.history.copies import Copies
 from rollout_spec.loop import Decoder, RequestState, Targets
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Int32Array
 
@@ -74,6 +76,23 @@ def read_rollouts(source: str, tokenizer: Any = None) -> list[Rollout]:
         )
         for k, prompt in found
     ]  # fmt: skip
+
+
+def without_copies(logs: Sequence[Sequence[Rollout]]) -> tuple[list[Rollout], int]:
+    """The rollouts of several logs in their order, without copies, and how many were copies. See `Copies`."""
+    steps: defaultdict[tuple[int, int], defaultdict[int, list[Int32Array]]] = defaultdict(lambda: defaultdict(list))
+    for number, log in enumerate(logs):
+        for rollout in log:
+            steps[rollout.policy_version, number][rollout.problem_id].append(rollout.token_ids)
+    copies = Copies()
+    copied = {(step, problem_id) for step in sorted(steps) for problem_id in copies.find(steps[step])}
+    kept = [
+        rollout
+        for number, log in enumerate(logs)
+        for rollout in log
+        if ((rollout.policy_version, number), rollout.problem_id) not in copied
+    ]
+    return kept, copies.num_dropped
 
 
 def by_problem(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:

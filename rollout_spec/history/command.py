@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,50 +88,79 @@ def load_tokenizer(name: str) -> Any:
 
 
 def _import(args: argparse.Namespace) -> None:
+    from rollout_spec.history.copies import Copies
     from rollout_spec.history.folder import HistoryFolder, Origin, fingerprint
     from rollout_spec.history.logs import read
 
+    for path in args.files:  # a misspelt name, before anything is written
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a directory: name its files")
+        path.stat()
     tokenizer = load_tokenizer(args.tokenizer)
     origin = Origin(tokenizer=fingerprint(tokenizer.get_vocab()), vocab_size=len(tokenizer), model=args.tokenizer)
     folder = HistoryFolder(args.into, origin)
-    if (known := next(folder.files(), None)) is not None:
-        try:
-            folder.rollouts(known)
-        except ValueError as error:
-            raise ValueError(f"{args.into} cannot take these rollouts: {known.path}: {error}") from error
-    totals, problems = Counter[str](), set[int]()
+    there = _files_of(folder)
+    copies, totals, problems = Copies(), Counter[str](), set[int]()
+
+    def leave_out(path: Path, number: int, reason: str) -> None:
+        totals["bad"] += 1
+        if totals["bad"] <= MAX_BAD:
+            print(f"{path}:{number}: {reason}", file=sys.stderr)
+
+    def write(steps: dict[int, dict[int, list[Rollout]]]) -> None:
+        for _, step in sorted(steps.items()):
+            copied = copies.find({problem: [rollout.tokens for rollout in group] for problem, group in step.items()})
+            problems.update(step)
+            for problem, group in step.items():
+                if problem in copied:
+                    continue
+                file = folder.write(group)
+                if file.path in there:
+                    totals["there"] += len(group)
+                else:
+                    tokens = sum(rollout.tokens.size for rollout in group)
+                    totals.update(rollouts=len(group), tokens=tokens, bytes=file.size)
+
     for path in args.files:
-        waiting: defaultdict[tuple[int, int], list[Rollout]] = defaultdict(list)
+        steps: dict[int, dict[int, list[Rollout]]] = {}
         num_tokens = 0
-
-        def on_bad(number: int, reason: str, path: Path = path) -> None:
-            totals["bad"] += 1
-            if totals["bad"] <= MAX_BAD:
-                print(f"{path}:{number}: {reason}", file=sys.stderr)
-
-        for rollout, _ in read(path, tokenizer, on_bad, version=args.version):
-            waiting[rollout.problem_id, rollout.version].append(rollout)
-            num_tokens += rollout.num_tokens
-            totals["tokens"] += rollout.tokens.size
-            if num_tokens > BATCH_TOKENS:
-                _write(folder, waiting)
-                num_tokens = 0
-            problems.add(rollout.problem_id)
-        _write(folder, waiting)
+        try:
+            for rollout, _ in read(path, tokenizer, partial(leave_out, path), version=args.version):
+                steps.setdefault(rollout.version, {}).setdefault(rollout.problem_id, []).append(rollout)
+                num_tokens += rollout.num_tokens
+                if num_tokens > BATCH_TOKENS:
+                    write(steps)
+                    steps, num_tokens = {}, 0
+        except OSError as error:
+            leave_out(path, 1, str(error))
+        write(steps)
     if totals["bad"] > MAX_BAD:
-        print(f"... and {totals['bad'] - MAX_BAD:,} more lines", file=sys.stderr)
+        print(f"... and {totals['bad'] - MAX_BAD:,} more", file=sys.stderr)
     if not problems:
         raise ValueError("nothing was imported")
     print(
-        f"{folder.stats.rollouts_written:,} rollouts of {len(problems):,} problems, {totals['tokens']:,} tokens, "
-        f"{folder.stats.bytes_written:,} bytes; {totals['bad']:,} lines left out"
+        f"{totals['rollouts']:,} rollouts of {len(problems):,} problems, {totals['tokens']:,} tokens, "
+        f"{totals['bytes']:,} bytes; {totals['there']:,} were there already, {copies.num_dropped:,} are copies, "
+        f"{totals['bad']:,} lines left out"
     )
 
 
-def _write(folder: HistoryFolder, waiting: dict[tuple[int, int], list[Rollout]]) -> None:
-    for group in waiting.values():
-        folder.write(group)
-    waiting.clear()
+def _files_of(folder: HistoryFolder) -> set[str]:
+    """Paths of the files in a folder. Raises ValueError where they are of another tokenizer."""
+    from rollout_spec.history.folder import OtherOriginError
+
+    there, is_checked = set[str](), False
+    for file in folder.files():
+        there.add(file.path)
+        if not is_checked:
+            try:
+                folder.rollouts(file)
+                is_checked = True
+            except OtherOriginError as error:
+                raise ValueError(f"{folder.url} cannot take these rollouts: {file.path}: {error}") from error
+            except (OSError, ValueError):  # damaged, or gone: it says nothing
+                continue
+    return there
 
 
 def _open(url: str) -> tuple[HistoryFolder, list[Found]]:

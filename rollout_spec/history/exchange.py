@@ -193,14 +193,14 @@ class FolderThread:
             rollouts = [] if group is None else list(group.rollouts)
         if group is None:  # dropped meanwhile
             return
-        num_bytes = self.folder.write(rollouts)
+        written = self.folder.write(rollouts)
         with self._lock:
             if self._groups.get(key) is group:
                 self._num_unwritten_tokens -= _num_tokens(rollouts)
                 del group.rollouts[: len(rollouts)]
                 if not group.rollouts:
                     del self._groups[key]
-        self.folder.prune_by_chance(num_bytes)
+        self.folder.prune_by_chance(written.size)
 
     def _read(self) -> None:
         with self._lock:

@@ -51,8 +51,15 @@ SECONDS_UNFINISHED = 3600
 """A file that is still half written after so long is what a killed process left."""
 _NAME = re.compile(r"([0-9a-f]{16})/(\d{10})-[0-9a-f]{16}\.parquet")
 _RANDOM = random.Random()  # `random` itself may be what a reward function in this process has seeded
+_PROBLEM = re.compile("[0-9a-f]{16}")
 MAX_SAID = 20
 """Reasons for which files are left out are named up to so many."""
+MAX_VERSION = 2**30
+"""Newer policy versions, such as of a log with strange steps, count as this one: an engine goes on counting from it."""
+
+
+class OtherOriginError(ValueError):
+    """A file's tokens are not those of the model that they are to be used with."""
 
 
 class Origin(NamedTuple):
@@ -109,7 +116,8 @@ def decode(data: bytes, problem_id: int, version: int, origin: Origin) -> list[R
         origin: What they are to be used with.
 
     Raises:
-        ValueError: the file is damaged, of another format or another origin; the message does not name it.
+        OtherOriginError: it is of another tokenizer, or has tokens that the model does not know.
+        ValueError: it is damaged, or of another format. Neither message names it.
     """
     import pyarrow as arrow
     import pyarrow.parquet as parquet
@@ -121,7 +129,7 @@ def decode(data: bytes, problem_id: int, version: int, origin: Origin) -> list[R
             raise ValueError(f"its format is {about.get('format')!r}, and this version of rollout-spec reads {FORMAT}")
         theirs = Origin(**about["origin"])
         if None not in (origin.tokenizer, theirs.tokenizer) and origin.tokenizer != theirs.tokenizer:
-            raise ValueError(f"it is of another tokenizer (model {theirs.model}): {theirs.tokenizer}")
+            raise OtherOriginError(f"it is of another tokenizer (model {theirs.model}): {theirs.tokenizer}")
         # Not by threads of Arrow's pools: they could let go of these bytes, which are Python's, while the interpreter
         # ends, and that aborts the process.
         table = file.read(use_threads=False)
@@ -138,6 +146,8 @@ def decode(data: bytes, problem_id: int, version: int, origin: Origin) -> list[R
             root = None if length is None else Root(length, whole)
             rollouts.append(Rollout(problem_id, version, context, tokens, features, root))
         return rollouts
+    except OtherOriginError:
+        raise
     except (arrow.ArrowException, OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(first_line(error)) from error
 
@@ -150,7 +160,7 @@ def _arrays(column: Any, origin: Origin) -> list[Any]:
     offsets, tokens = lists.offsets.to_numpy(), lists.values.to_numpy()
     tokens = tokens[offsets[0] : offsets[-1]]
     if tokens.size and not 0 <= tokens.min() <= tokens.max() < (origin.vocab_size or 2**31):
-        raise ValueError(f"it holds tokens outside of the vocabulary of {origin.vocab_size or 2**31}")
+        raise OtherOriginError(f"it holds tokens outside of the vocabulary of {origin.vocab_size or 2**31}")
     return np.split(tokens, offsets[1:-1] - offsets[0])
 
 
@@ -231,8 +241,8 @@ class HistoryFolder:
             num_tokens += sum(rollout.num_tokens for rollout in read[-1])
         return [rollout for rollouts in reversed(read) for rollout in rollouts]
 
-    def write(self, rollouts: Sequence[Rollout]) -> int:
-        """Write rollouts of one problem and version, at least one, as a file. Returns its bytes."""
+    def write(self, rollouts: Sequence[Rollout]) -> Found:
+        """Write rollouts of one problem and version, at least one, as a file."""
         problem_id, version = rollouts[0].problem_id, rollouts[0].version
         data = encode(rollouts, self.origin)
         # Named by its content: what is imported twice, or written again after an answer that was lost, is there once.
@@ -242,7 +252,7 @@ class HistoryFolder:
         self._seen[problem_id].add(hash(path))
         self.stats.rollouts_written += len(rollouts)
         self.stats.bytes_written += len(data)
-        return len(data)
+        return Found(version, problem_id, path, len(data))
 
     def prune_by_chance(self, num_bytes: int) -> None:
         """Prune to `max_bytes`, by a chance that grows with the bytes that were written."""
@@ -254,28 +264,41 @@ class HistoryFolder:
         self._seen.pop(problem_id, None)
 
     def files(self, problem_id: int | None = None) -> Iterator[Found]:
-        """A problem's files, or all, in no order. An object store lists 1,000 of them per request."""
-        below = self._root if problem_id is None else f"{self._root}/{problem_id:016x}"
-        with _raising_os_errors(), contextlib.suppress(FileNotFoundError):
-            for path, size in self._find(below):
+        """A problem's files, or all, in no order. An object store lists 1,000 of them per request.
+
+        What cannot be listed is left out, with a line in the log; if that is the whole folder, OSError is raised.
+        """
+        with _raising_os_errors():
+            for path, size in self._remote_files(problem_id) if self.is_remote else self._local_files(problem_id):
                 match = _NAME.fullmatch(path.removeprefix(f"{self._root}/"))
                 if match and int(match[2]) < 2**31:
-                    yield Found(int(match[2]), int(match[1], 16), path, size)
+                    yield Found(min(int(match[2]), MAX_VERSION), int(match[1], 16), path, size)
 
-    def _find(self, below: str) -> Iterator[tuple[str, int]]:
-        """(path, size) of all files in a folder and in its folders."""
-        if self.is_remote:
-            self._fs.invalidate_cache()
+    def _remote_files(self, problem_id: int | None) -> Iterator[tuple[str, int]]:
+        """(path, size) of all files in a problem's folder, or in all folders."""
+        self._fs.invalidate_cache()
+        below = self._root if problem_id is None else f"{self._root}/{problem_id:016x}"
+        with contextlib.suppress(FileNotFoundError):
             for path, about in self._fs.find(below, detail=True).items():
                 yield path, about["size"]
-            return
-        with contextlib.suppress(FileNotFoundError), os.scandir(below) as entries:  # faster than fsspec's
-            for entry in entries:
-                if entry.is_dir():
-                    yield from self._find(entry.path)
-                else:
-                    with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
-                        yield entry.path, entry.stat().st_size
+
+    def _local_files(self, problem_id: int | None) -> Iterator[tuple[str, int]]:
+        """As `_remote_files`, but only in folders that are named as a problem's are. Faster than fsspec's."""
+        problems = [] if problem_id is None else [f"{problem_id:016x}"]
+        if problem_id is None:
+            with contextlib.suppress(FileNotFoundError):
+                problems = list(filter(_PROBLEM.fullmatch, os.listdir(self._root)))
+        for problem in problems:
+            path = f"{self._root}/{problem}"
+            try:
+                with os.scandir(path) as entries:
+                    for entry in entries:
+                        with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
+                            yield entry.path, entry.stat().st_size
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:  # another user's, or on a server that has forgotten it
+                self._warn(f"{path} is left out", error)
 
     def all_rollouts(self, on_bad: Callable[[str, str], object]) -> Iterator[Rollout]:
         """Those of all files, oldest policy versions first.
@@ -288,11 +311,11 @@ class HistoryFolder:
                 yield from self.rollouts(file)
             except FileNotFoundError:  # pruned meanwhile
                 continue
-            except ValueError as error:
+            except (OSError, ValueError) as error:
                 on_bad(file.path, str(error))
 
     def rollouts(self, file: Found) -> list[Rollout]:
-        """A file's. Raises ValueError as `decode`, and FileNotFoundError where it is gone."""
+        """A file's. Raises as `decode`, and FileNotFoundError where it is gone."""
         with _raising_os_errors():
             data = self._fs.cat_file(file.path)
         self.stats.bytes_read += len(data)
@@ -301,24 +324,32 @@ class HistoryFolder:
     def prune(self, *, max_bytes: int | None = None, keep_versions: int | None = None) -> list[Found]:
         """Delete files of the oldest policy versions until the others have at most so many bytes, or versions.
 
+        What cannot be deleted stays, and others go in its place.
+
         Returns:
             Those that were deleted. Two processes that prune at once delete the same ones.
         """
         files = sorted(self.files(), reverse=True)
         newest = sorted({file.version for file in files}, reverse=True)[:keep_versions]
-        kept = num_bytes = 0
-        while kept < len(files) and files[kept].version >= newest[-1]:
-            num_bytes += files[kept].size
-            if max_bytes is not None and num_bytes > max_bytes:
+        num_bytes, at_once = sum(file.size for file in files), 1000 if self.is_remote else 1  # S3 takes 1,000 a request
+        gone: list[Found] = []
+        while files:
+            some: list[Found] = []
+            while files and len(some) < at_once:
+                if files[-1].version >= newest[-1] and (max_bytes is None or num_bytes <= max_bytes):
+                    break
+                some.append(files.pop())  # oldest first: if killed here, the newest stay
+                num_bytes -= some[-1].size
+            if not some:
                 break
-            kept += 1
-        gone = files[kept:]
-        # Oldest first: if killed here, the newest stay.
-        paths = [file.path for file in reversed(gone)]
-        size = 1000 if self.is_remote else 1  # S3 deletes 1,000 files by one request
-        for i in range(0, len(paths), size):
-            with _raising_os_errors(), contextlib.suppress(FileNotFoundError):  # another process prunes, too
-                self._fs.rm(paths[i : i + size])
+            try:
+                with _raising_os_errors(), contextlib.suppress(FileNotFoundError):  # another process prunes, too
+                    self._fs.rm([file.path for file in some])
+                gone += some
+            except OSError as error:
+                self._warn(f"{some[0].path} cannot be deleted", error)
+                if not self.is_remote:  # where others of the same request may be gone
+                    num_bytes += some[0].size
         if gone and not self.is_remote:
             self._tidy()
         return gone
@@ -327,7 +358,7 @@ class HistoryFolder:
         """Remove what killed processes left half written, and the folders of problems that have no files any more."""
         long_ago = time.time() - SECONDS_UNFINISHED
         for folder in os.scandir(self._root):
-            if re.fullmatch("[0-9a-f]{16}", folder.name):
+            if _PROBLEM.fullmatch(folder.name):
                 with contextlib.suppress(OSError):  # it has files, or another process is here, too
                     for entry in os.scandir(folder.path):
                         if re.fullmatch(r"\.[0-9a-f]{16}", entry.name) and entry.stat().st_mtime < long_ago:
@@ -342,15 +373,19 @@ class HistoryFolder:
         except FileNotFoundError:  # pruned meanwhile
             return []
         except (OSError, ValueError) as error:
-            if str(error) not in self._said and len(self._said) < MAX_SAID:
-                self._said.add(str(error))
-                logger.warning("history: %s is left out, as are others for this reason: %s", file.path, error)
+            self._warn(f"{file.path} is left out, as are others for this reason", error)
             if isinstance(error, OSError):  # it may be read another time
                 return []
             self.stats.files_refused += 1
         self._seen[file.problem_id].add(hash(file.path))
         self.stats.rollouts_read += len(rollouts)
         return rollouts
+
+    def _warn(self, what: str, error: Exception) -> None:
+        """Say once for each reason what cannot be used."""
+        if str(error) not in self._said and len(self._said) < MAX_SAID:
+            self._said.add(str(error))
+            logger.warning("history: %s: %s", what, error)
 
     def _put(self, path: str, data: bytes) -> None:
         """Write a file, which is there as a whole or not at all."""
@@ -378,13 +413,15 @@ class HistoryFolder:
 
 
 def open_folder(url: str) -> tuple[Any, str]:
-    """fsspec's file system for a path or a URL, and the path on it. Touches no file.
+    """fsspec's file system for a path or a URL, which has "://", and the path on it. Touches no file.
 
     Raises:
         ValueError: fsspec knows no such file system, or cannot use it.
     """
     import fsspec
 
+    if "://" not in url:  # fsspec would take "::" in a path for its own syntax
+        return fsspec.filesystem("file"), os.path.abspath(os.path.expanduser(url))
     try:
         options = {"use_listings_cache": False, **(S3_OPTIONS if url.startswith(("s3://", "s3a://")) else {})}
         fs, path = fsspec.core.url_to_fs(url, **options)

@@ -19,13 +19,14 @@ COLUMNS = (
     ("prompt_token_ids", "token_ids"),  # vLLM's names
     ("prompt_ids", "completion_ids"),  # TRL's
     ("prompt_tokens", "completion_tokens"),
-    ("prompt", "completion"),  # TRL's log_completions: text, or a prompt of messages
+    ("prompt", "completion"),  # TRL's log_completions: text, or messages
     ("input", "output"),  # verl's rollout_data_dir: text
 )
 """Names of prompt and completion. The first pair that a line has counts, so token ids before text."""
 REPLACEMENT = "\ufffd"
 """What tokenizers decode bytes to that are no UTF-8."""
 VERSION_COLUMNS = ("version", "policy_version", "step", "epoch")
+KNOWN_COLUMNS = {"problem_id", *VERSION_COLUMNS, *(name for names in COLUMNS for name in names)}
 
 
 def read(
@@ -37,7 +38,7 @@ def read(
     gives other tokens than the engine's, a rollout serves other problems only.
 
     Args:
-        path: Parquet or JSONL.
+        path: Parquet or JSONL; JSONL may be a pipe.
         tokenizer: Of transformers. None: only token ids can be read, and are not checked.
         on_bad: Called with the number, from 1, of each line that cannot be used, and the reason. It is left out.
         version: Of all rollouts. None: each line's own, otherwise 0.
@@ -65,10 +66,11 @@ def read(
 
 def _rows(path: Path, on_bad: Callable[[int, str], object]) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open("rb") as file:
-        if file.read(4) == b"PAR1":
+        if file.peek(4)[:4] == b"PAR1":  # which, unlike `seek`, a pipe has
+            if not file.seekable():
+                raise OSError(f"{path} is a pipe, and Parquet is only read from a file")
             yield from _parquet_rows(path, on_bad)
             return
-        file.seek(0)
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line.decode("utf-8-sig")) if line.strip() else None
@@ -82,18 +84,32 @@ def _rows(path: Path, on_bad: Callable[[int, str], object]) -> Iterator[tuple[in
 
 
 def _parquet_rows(path: Path, on_bad: Callable[[int, str], object]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The columns that count, of rows that can be read. A page that is damaged costs its row group."""
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
     number = 0
     try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=256):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
-    except (arrow.ArrowException, UnicodeDecodeError) as error:
-        on_bad(number + 1, f"this is no whole Parquet file: {first_line(error)}")
+        file = parquet.ParquetFile(path)
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        on_bad(1, f"this is no whole Parquet file: {first_line(error)}")
+        return
+    with file:
+        columns = [name for name in file.schema_arrow.names if name in KNOWN_COLUMNS]
+        for group in range(file.num_row_groups):
+            end = number + file.metadata.row_group(group).num_rows
+            try:
+                for batch in file.iter_batches(batch_size=256, row_groups=[group], columns=columns):
+                    values = dict(zip(batch.schema.names, batch.columns, strict=True))
+                    for row in range(batch.num_rows):
+                        number += 1
+                        try:
+                            yield number, {name: column[row].as_py() for name, column in values.items()}
+                        except (arrow.ArrowException, ArithmeticError, ValueError) as error:  # no text, or no date
+                            on_bad(number, first_line(error))
+            except (arrow.ArrowException, OSError) as error:
+                on_bad(number + 1, f"rows {number + 1:,} to {end:,} are damaged: {first_line(error)}")
+                number = end
 
 
 def _tokens(row: dict[str, Any], tokenizer: Any) -> tuple[Int32Array, Int32Array]:
@@ -103,9 +119,11 @@ def _tokens(row: dict[str, Any], tokenizer: Any) -> tuple[Int32Array, Int32Array
         known = ", ".join(" and ".join(names) for names in COLUMNS)
         raise ValueError(f"no prompt and completion under one of these pairs of names: {known}")
     prompt, completion = (row[name] for name in names)
+    if _is_messages(completion):
+        completion = _text_of_answer(completion)
     if tokenizer is None and not all(map(_is_token_ids, (prompt, completion))):
         raise ValueError("text needs --tokenizer NAME_OR_PATH")
-    if isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt):
+    if _is_messages(prompt):
         messages = [{k: v for k, v in message.items() if v is not None} for message in prompt]  # Parquet adds fields
         try:
             prompt = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
@@ -115,15 +133,35 @@ def _tokens(row: dict[str, Any], tokenizer: Any) -> tuple[Int32Array, Int32Array
         completion = completion.rstrip(REPLACEMENT)  # of a rollout that ended within a character
         if REPLACEMENT in completion:
             raise ValueError("the completion's text has U+FFFD for tokens that are no text, so they are not known")
-    return _encode(tokenizer, prompt), _encode(tokenizer, completion)
+    return _encode(tokenizer, names[0], prompt), _encode(tokenizer, names[1], completion)
 
 
-def _encode(tokenizer: Any, text: Any) -> Int32Array:
+def _is_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
+
+
+def _text_of_answer(messages: list[dict[str, Any]]) -> str:
+    """What was sampled, of TRL's completion in messages. Raises ValueError where it is not just an answer's text."""
+    if len(messages) > 1:
+        raise ValueError(f"the completion has {len(messages)} messages, as with tools; one can be read")
+    (message,) = messages
+    content = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(content, str):
+        raise ValueError(f"the completion must be an assistant's text, got {shown(message)}")
+    if more := sorted({name for name, value in message.items() if value} - {"role", "content"}):
+        raise ValueError(f"the completion is more than text: it has {', '.join(more)}, parsed from what was sampled")
+    return content
+
+
+def _encode(tokenizer: Any, name: str, text: Any) -> Int32Array:
     """Token ids as an array, or text's. Raises ValueError."""
     if isinstance(text, str):
-        text = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        try:
+            text = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        except Exception as error:  # whatever a tokenizer raises, as for half a surrogate pair
+            raise ValueError(f"the tokenizer cannot encode {name}: {first_line(error)}") from error
     if not _is_token_ids(text):
-        raise ValueError(f"it must be text or a list of token ids, got {shown(text)}")
+        raise ValueError(f"{name} must be text or a list of token ids, got {shown(text)}")
     try:
         return np.array(text, np.int32)
     except OverflowError as error:

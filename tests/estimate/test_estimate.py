@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -21,7 +22,14 @@ from rollout_spec.estimate.costs import (
     step_cost,
 )
 from rollout_spec.estimate.phases import Adaptive, simulate, sum_up
-from rollout_spec.estimate.recorded import RecordedTarget, Rollout, add_rollout, by_problem, read_rollouts
+from rollout_spec.estimate.recorded import (
+    RecordedTarget,
+    Rollout,
+    add_rollout,
+    by_problem,
+    read_rollouts,
+    without_copies,
+)
 from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.history.folder import HistoryFolder, Origin
 from rollout_spec.history.logs import read
@@ -30,6 +38,7 @@ from rollout_spec.types import PLACEHOLDER_TOKEN_ID
 pytest.importorskip("pyarrow")
 
 PROMPT = np.array([1, 2], np.int32)
+NO_TIMES = "nan", "0.0", "-1.0", "inf"
 QWEN_7B = {
     "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
     "intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False,
@@ -103,9 +112,55 @@ def test_a_run_is_decoded_step_by_step_and_its_later_epochs_are_told_apart(tmp_p
         assert later["interval"][0] > first["interval"][1]
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "80 rollouts of 20 prompts, 4 policy versions; 32 tokens of context on average"
-    assert shown[-1] == "16 requests: worth it from the second epoch on."
+    said = "16 requests in V2 of vLLM 0.31 or newer, drafts on the device: worth it from the second epoch on, by {}."
+    assert shown[-1] == said.format(log)
     assert main(["estimate", log]) == 0
     assert "times as fast" not in capsys.readouterr().out
+
+
+def three_generations():
+    """Rollouts that have nothing in common."""
+    words = np.random.default_rng(0).integers(0, 30_000, (48, 120)).tolist()
+    return [
+        {"prompt_ids": [number // 4], "completion_ids": said, "step": 3 * (number // 16)}
+        for number, said in enumerate(words)
+    ]
+
+
+def again(rows, later):
+    return [{**row, "step": row["step"] + later} for row in rows]
+
+
+OVERLAPPING = {
+    "each generation in the next step's log, too": lambda rows: [[*rows, *again(rows, 1)]],
+    "in those of the next two": lambda rows: [[*rows, *again(rows, 1), *again(rows, 2)]],
+    "shuffled": lambda rows: [np.random.default_rng(1).permutation([*rows, *again(rows, 1)]).tolist()],
+    "a file named twice": lambda rows: [rows, rows],
+    "a file for each step, the last first": lambda rows: [[row] for row in [*again(rows, 2), *again(rows, 1), *rows]],
+    "two that overlap": lambda rows: [rows[:32], rows[16:]],
+    "one within another": lambda rows: [rows[16:32], rows],
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_copies_in_logs_are_no_later_epochs(tmp_path, name):
+    rows = three_generations()
+    logs = [write_log(tmp_path / f"{n}.jsonl", log) for n, log in enumerate(OVERLAPPING[name](rows))]
+    rollouts, num_copies = without_copies([read_rollouts(log) for log in logs])
+    found = [(rollout.policy_version, rollout.token_ids.tolist()) for rollout in rollouts]
+    assert sorted(found) == sorted((row["step"], row["completion_ids"]) for row in rows)
+    assert num_copies == sum(map(len, OVERLAPPING[name](rows))) - 48
+
+
+def test_copies_promise_no_gain(tmp_path, capsys):
+    rows, arguments = three_generations(), ["--gpu", "h100", "--model", "7b", "--requests", "4"]
+    found = []
+    for log in (rows, [*rows, *again(rows, 1)]):
+        path = write_log(tmp_path / "log.jsonl", log)
+        assert main(["estimate", path, *arguments, "--json", str(tmp_path / "x.json")]) == 0
+        found.append(json.loads((tmp_path / "x.json").read_text()))
+    assert found[0] == found[1]
+    assert "48 copies of rollouts are left out" in capsys.readouterr().err
 
 
 def test_of_a_single_version_half_of_the_samples_is_an_earlier_epoch(tmp_path):
@@ -276,6 +331,13 @@ def test_sizes_of_a_model_follow_from_its_configuration(tmp_path):
         ({**QWEN_7B, "layer_types": ["linear_attention", "full_attention"]}, "give --step-times"),
         ({**QWEN_7B, "kv_lora_rank": 512}, "give --step-times"),
         ({"hidden_size": 8}, "no config.json of a transformer"),
+        ({**QWEN_7B, "num_attention_heads": math.nan}, "num_attention_heads must be an int, got nan"),
+        ({**QWEN_7B, "num_attention_heads": 0}, "num_attention_heads must be from 1 to"),
+        ({**QWEN_7B, "num_key_value_heads": 0}, "num_key_value_heads must be from 1 to"),
+        ({**QWEN_7B, "hidden_size": -1}, "hidden_size must be from 1 to"),
+        ({**QWEN_7B, "vocab_size": math.inf}, "vocab_size must be an int, got inf"),
+        ({**QWEN_30B_A3B, "num_experts_per_tok": 129}, "num_experts_per_tok must be from 1 to 128, got 129"),
+        ({**QWEN_30B_A3B, "num_experts": -1}, "num_experts must be from 1 to"),
         ([], "no config.json of a transformer"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -297,7 +359,16 @@ def test_measured_times_are_interpolated(tmp_path):
     assert read_step_times(path, "a", context=4000) == {0: {1: 15.0}, 4: {1: 16.0}}
     path.write_text(STEP_TIMES + "b,1,301,0,9.0\n")
     assert read_step_times(path, "a", 300) == read_step_times(path, "a", 256), "b was measured with other contexts"
+    path.write_text("\ufeff" + STEP_TIMES)
+    assert read_step_times(path, "a", context=4000) == {0: {1: 15.0}, 4: {1: 16.0}}, "with a byte order mark"
     for text, message in (
+        *(
+            (STEP_TIMES.replace("12.0", ms), f"row 2: median_ms must be positive and finite, got {ms}")
+            for ms in NO_TIMES
+        ),
+        (STEP_TIMES.replace("a,8,256,0", "a,0,256,0"), "row 2: requests must be from 1 to"),
+        (STEP_TIMES.replace("a,8,256,0", "a,8,-1,0"), "row 2: context must be from 0 to"),
+        (STEP_TIMES.replace("a,8,256,0", "a,8,256,-1"), "row 2: num_speculative_tokens must be from 0 to"),
         (STEP_TIMES + "b,1,256,0,9.0\n", "step times of a, b: name one"),
         ("\n".join(line for line in STEP_TIMES.splitlines() if ",4," not in line), "and with some"),
         (STEP_TIMES.replace("median_ms", "ms"), "has not the columns"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,7 @@ from rollout_spec.cli import main
 from rollout_spec.history import command
 from rollout_spec.history.folder import HistoryFolder
 from tests.history.made_up import ORIGIN, rollout, rollouts_in
-from tests.history.test_logs import IDS, Tokenizer, write_lines
+from tests.history.test_logs import IDS, Tokenizer, write_lines, write_parquet
 
 
 @pytest.fixture
@@ -30,20 +32,66 @@ def history(tmp_path, monkeypatch, capsys):
 
 
 def test_logs_become_history_and_are_there_once_if_they_are_imported_again(history, tmp_path):
-    first = write_lines(tmp_path / "first.jsonl", [{**IDS, "step": i // 2} for i in range(6)])
+    first = write_lines(tmp_path / "first.jsonl", [{**IDS, "token_ids": [8, i], "step": i // 2} for i in range(6)])
     second = write_lines(tmp_path / "second.jsonl", [{"input": "w1 w2", "output": "w3 w4", "step": 1}, "bad"])
-    for _ in range(2):
+    for said in (
+        "7 rollouts of 2 problems, 14 tokens, {} bytes; 0 were there already, 0 are copies, 1 lines left out",
+        "0 rollouts of 2 problems, 0 tokens, 0 bytes; 7 were there already, 0 are copies, 1 lines left out",
+    ):
         status, out, err = history("import", first, second, "--into", tmp_path / "a run", "--tokenizer", "x")
         assert status == 0
-        assert out.startswith("7 rollouts of 2 problems, 14 tokens, ")
-        assert "1 lines left out" in out
+        num_bytes = sum(path.stat().st_size for path in (tmp_path / "a run").rglob("*.parquet"))
+        assert out.strip() == said.format(f"{num_bytes:,}")
         assert err.startswith(f"{second}:2: Expecting value")
     kept = rollouts_in(tmp_path / "a run")
     assert sorted((r.version, r.tokens.tolist()) for r in kept) == [
-        (0, [8, 9]), (0, [8, 9]), (1, [3, 4]), (1, [8, 9]), (1, [8, 9]), (2, [8, 9]), (2, [8, 9]),
+        (0, [8, 0]), (0, [8, 1]), (1, [3, 4]), (1, [8, 2]), (1, [8, 3]), (2, [8, 4]), (2, [8, 5]),
     ]  # fmt: skip
     origin = ORIGIN._replace(tokenizer="another", vocab_size=100)
     assert HistoryFolder(str(tmp_path / "a run"), origin).load(100) == []
+
+
+def test_copies_are_not_stored(history, tmp_path):
+    rows = [{**IDS, "prompt_token_ids": [i // 2], "token_ids": [8, i]} for i in range(8)]
+    logs = [write_lines(tmp_path / f"{n}.jsonl", [{**row, "step": n} for row in rows]) for n in range(3)]
+    status, out, _ = history("import", *logs, logs[0], "--into", tmp_path / "h", "--tokenizer", "x")
+    assert status == 0
+    assert out.startswith("8 rollouts of 4 problems, 16 tokens")
+    assert "24 are copies" in out
+    assert {r.version for r in rollouts_in(tmp_path / "h")} == {0}
+
+
+@pytest.mark.parametrize("damage", ["a page", "cut", "empty", "unreadable"])
+def test_one_bad_file_does_not_end_an_import(history, tmp_path, monkeypatch, damage):
+    logs = [write_parquet(tmp_path / f"{n}.parquet", [{**IDS, "token_ids": [8, n]}] * 2) for n in range(3)]
+    data = bytearray(logs[1].read_bytes())
+    if damage == "a page":
+        data[4:30] = bytes(26)
+    logs[1].write_bytes(data[: {"cut": 50, "empty": 0}.get(damage)])
+    if damage == "unreadable":
+        opened = Path.open
+
+        def refuse(path, *args, **options):
+            if path == logs[1]:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return opened(path, *args, **options)
+
+        monkeypatch.setattr(Path, "open", refuse)
+    status, out, err = history("import", *logs, "--into", tmp_path / "h", "--tokenizer", "x")
+    assert status == 0
+    assert out.startswith("4 rollouts of 1 problems")
+    assert (str(logs[1]) in err) == (damage != "empty")
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty"])
+def test_a_damaged_file_in_the_folder_does_not_keep_others_out(history, tmp_path, damage):
+    HistoryFolder(str(tmp_path / "h"), ORIGIN._replace(tokenizer=None)).write([rollout(1)])
+    (bad,) = (tmp_path / "h").rglob("*.parquet")
+    bad.write_bytes(bad.read_bytes()[: 40 if damage == "cut" else 0])
+    log = write_lines(tmp_path / "log.jsonl", [IDS])
+    status, out, _ = history("import", log, "--into", tmp_path / "h", "--tokenizer", "x")
+    assert status == 0
+    assert out.startswith("1 rollouts")
 
 
 def test_two_tokenizers_are_not_mixed(history, tmp_path):
@@ -99,7 +147,7 @@ def test_sizes_have_decimal_units(size, num_bytes):
         (["import", "HERE/none", "--into", "HERE/h", "--tokenizer", "x"], "No such file"),
         (["import", "HERE/empty", "--into", "HERE/h", "--tokenizer", "x"], "nothing was imported"),
         (["import", "HERE/empty", "--into", "HERE/h"], "--tokenizer"),
-        (["import", "HERE", "--into", "HERE/h", "--tokenizer", "x"], "Is a directory"),
+        (["import", "HERE", "--into", "HERE/h", "--tokenizer", "x"], "is a directory: name its files"),
         (["show", "HERE"], "invalid choice: 'show'"),
     ],
 )
@@ -116,7 +164,8 @@ def test_bad_input_is_one_line_and_exit_status_2(history, tmp_path, capsys, argu
 
 
 def test_a_tokenizer_that_is_not_there(tmp_path, capsys):
-    arguments = ["import", "x", "--into", str(tmp_path), "--tokenizer", str(tmp_path / "none")]
+    (tmp_path / "x").touch()
+    arguments = ["import", str(tmp_path / "x"), "--into", str(tmp_path), "--tokenizer", str(tmp_path / "none")]
     assert main(["history", *arguments]) == 2
     assert "--tokenizer" in capsys.readouterr().err
 

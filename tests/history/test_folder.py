@@ -177,6 +177,61 @@ def test_other_files_are_left_alone(tmp_path):
     assert len(files_in(tmp_path)) == 6
 
 
+def refusing(function, paths, error=errno.EACCES):
+    """A function of `os` that may not do its work for some paths."""
+
+    def refuse(path, *args, **options):
+        if str(path) in paths:
+            raise OSError(error, os.strerror(error), str(path))
+        return function(path, *args, **options)
+
+    return refuse
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.ESTALE])
+def test_what_cannot_be_listed_is_left_out_and_the_bound_is_kept(tmp_path, monkeypatch, caplog, error):
+    """`lost+found`, another user's problem, a link to its own parent, a stale handle; as root we may list all."""
+    one = open_again(tmp_path)
+    for version in range(6):
+        one.write([rollout(version, problem=version % 3, version=version)])
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "again").symlink_to(tmp_path)
+    (tmp_path / f"{8:016x}").symlink_to(tmp_path)
+    (tmp_path / f"{9:016x}").write_text("no folder")
+    unlisted = {str(tmp_path / name) for name in ("lost+found", f"{2:016x}")}
+    monkeypatch.setattr(os, "scandir", refusing(os.scandir, unlisted, error))
+    other = open_again(tmp_path)
+    assert numbers(other.load(10**6)) == [0, 1, 3, 4]
+    assert other.read(2) == []
+    (record,) = caplog.records
+    assert f"{2:016x} is left out" in record.getMessage()
+    size = max(file.size for file in one.files())
+    assert len(one.prune(max_bytes=2 * size)) == 2
+    assert [file.version for file in sorted(one.files())] == [3, 4]
+
+
+def test_what_cannot_be_deleted_stays_and_others_go(tmp_path, monkeypatch, caplog):
+    one = open_again(tmp_path)
+    for version in range(5):
+        one.write([rollout(version, version=version)])
+    files = sorted(one.files())
+    monkeypatch.setattr(os, "remove", refusing(os.remove, {files[0].path}))
+    assert [file.version for file in one.prune(max_bytes=2 * max(file.size for file in files))] == [1, 2, 3]
+    assert [file.version for file in sorted(one.files())] == [0, 4]
+    assert "cannot be deleted" in caplog.text
+
+
+def test_an_engine_can_count_on_from_whatever_version_a_folder_holds(tmp_path):
+    one = open_again(tmp_path)
+    one.write([rollout(1, version=2**31 - 1)])
+    other = open_again(tmp_path)
+    (read,) = other.load(1000)
+    assert read.version == other.newest_version == module.MAX_VERSION
+    for number in range(2):
+        one.write([rollout(2 + number, version=module.MAX_VERSION + 1 + number)])
+    assert len(other.read(1)) == 2
+
+
 def test_a_file_that_cannot_be_read_now_keeps_no_other_from_being_read(tmp_path, monkeypatch, caplog):
     one, other = open_again(tmp_path), open_again(tmp_path)
     for number in range(4):
@@ -241,7 +296,9 @@ def test_a_full_folder_is_pruned_by_those_who_write(tmp_path):
     most, state = 0, random.getstate()
     for version in range(200):
         for folder in (one, other):
-            folder.prune_by_chance(folder.write([rollout(version, problem=version % 5, version=version, size=200)]))
+            folder.prune_by_chance(
+                folder.write([rollout(version, problem=version % 5, version=version, size=200)]).size
+            )
         most = max(most, sum(file.size for file in one.files()))
     assert 60_000 < most < 90_000
     assert max(file.version for file in one.files()) == 199
@@ -256,6 +313,14 @@ def test_a_folder_may_be_on_any_file_system():
     assert numbers(open_again("memory://history/of a run").load(100)) == [1]
     assert len(one.prune(max_bytes=0)) == 1
     assert list(other.files()) == []
+
+
+@pytest.mark.parametrize("name", ["a::1/h", "a::2", "file:x", "s3:x", "memory::a"])
+def test_a_path_is_taken_as_it_is(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    for path in (name, str(tmp_path / name)):
+        open_again(path).write([rollout(1)])
+    assert len(files_in(tmp_path)) == len(files_in(tmp_path / name)) == 1
 
 
 @pytest.mark.parametrize("url", ["nowhere://bucket/history", "s3:/x://y"])

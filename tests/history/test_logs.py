@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import threading
 
 import numpy as np
 import pytest
@@ -27,6 +29,8 @@ class Tokenizer:
 
     def __call__(self, text, add_special_tokens, verbose):
         assert add_special_tokens is False
+        if "\ud800" in text:
+            raise TypeError("TextEncodeInput must be Union[TextInputSequence, Tuple[InputSequence, InputSequence]]")
         return {"input_ids": [int(word[1:]) for word in text.split()]}
 
     def apply_chat_template(self, messages, tokenize, add_generation_prompt=False):
@@ -56,6 +60,7 @@ def read_all(path, tokenizer=None, **options):
 IDS = {"prompt_token_ids": [5, 6, 7], "token_ids": [8, 9]}
 USER = [{"role": "user", "content": "w5 w6"}]
 CALL = {"role": "assistant", "content": "w7", "tool_calls": "w8"}
+ANSWER = {"role": "assistant", "content": "w8 w9"}
 
 
 @pytest.mark.parametrize(
@@ -67,6 +72,8 @@ CALL = {"role": "assistant", "content": "w7", "tool_calls": "w8"}
         ({"input": "w5 w6", "output": "w8 w9", "step": 2, "score": 1.0}, [5, 6], [8, 9], 2),  # verl
         ({"prompt": "w5", "completion": "w8", "step": 7, "advantage": 0.1}, [5], [8], 7),  # TRL
         ({"prompt": USER, "completion": "w8 w9"}, [91, 5, 6, 90], [8, 9], 0),
+        ({"prompt": USER, "completion": [ANSWER], "step": 2}, [91, 5, 6, 90], [8, 9], 2),
+        ({"prompt": USER, "completion": [{**ANSWER, "tool_calls": None}]}, [91, 5, 6, 90], [8, 9], 0),
         # In Parquet each message has the fields of all.
         ({"prompt": [CALL, *USER], "completion": "w8"}, [90, 7, 8, 91, 5, 6, 90], [8], 0),
         ({"prompt": "w5", "completion": "w8 \ufffd\ufffd"}, [5], [8], 0),  # it ended within a character
@@ -123,7 +130,13 @@ def test_a_problem_may_be_named_and_a_version_given(tmp_path):
         ({**IDS, "problem_id": 2**64}, "problem_id must be an integer of 64 bits"),
         ({"prompt": [{"role": "nobody", "content": ""}], "completion": "w5"}, "chat template cannot render it"),
         ({"prompt": "w5", "completion": "\ufffd w5"}, "the completion's text has U+FFFD"),
-        ({"prompt": "w5", "completion": USER}, "must be text or a list of token ids"),
+        ({"prompt": "w5", "completion": USER}, "the completion must be an assistant's text, got {'content': 'w5 w6'"),
+        ({"prompt": "w5", "completion": [ANSWER, CALL]}, "the completion has 2 messages, as with tools"),
+        ({"prompt": "w5", "completion": [CALL]}, "the completion is more than text: it has tool_calls"),
+        ({"prompt": "w5", "completion": [{**ANSWER, "content": [{"text": "w5"}]}]}, "must be an assistant's text"),
+        ({"prompt": "w5", "completion": 7}, "completion must be text or a list of token ids, got 7"),
+        ({"prompt": "w5", "completion": "w5 \ud800"}, "the tokenizer cannot encode completion: TextEncodeInput"),
+        ({"prompt": "w5 \ud800", "completion": "w5"}, "the tokenizer cannot encode prompt: TextEncodeInput"),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named_and_left_out(tmp_path, row, reason):
@@ -150,3 +163,48 @@ def test_a_log_that_ends_in_the_middle_gives_what_there_is(tmp_path):
     rollouts, ((_, reason),) = read_all(path)
     assert rollouts == []
     assert reason.startswith("this is no whole Parquet file")
+
+
+def test_of_a_parquet_file_only_what_counts_is_read(tmp_path):
+    """Values that Python has no type for, in columns that nobody asked for and in one that counts."""
+    long_ago = pyarrow.array([-(2**62)] * 3, pyarrow.timestamp("us"))
+    columns = {name: [value] * 3 for name, value in IDS.items()}
+    others = {"when": long_ago, "took": long_ago.cast(pyarrow.int64()).cast(pyarrow.duration("us"))}
+    parquet.write_table(pyarrow.table({**columns, **others}), tmp_path / "log")
+    assert [len(found) for found in read_all(tmp_path / "log")] == [3, 0]
+    parquet.write_table(pyarrow.table({**columns, "step": long_ago}), tmp_path / "log")
+    rollouts, bad = read_all(tmp_path / "log")
+    assert (rollouts, [number for number, _ in bad]) == ([], [1, 2, 3])
+    parquet.write_table(pyarrow.table(others), tmp_path / "log")
+    rollouts, bad = read_all(tmp_path / "log")
+    assert (rollouts, len(bad)) == ([], 3)
+    assert "no prompt and completion" in bad[0][1]
+
+
+def test_a_damaged_page_costs_its_row_group(tmp_path):
+    rows = [{**IDS, "token_ids": [number % 100] * 50} for number in range(300)]
+    table = pyarrow.Table.from_pylist(rows)
+    parquet.write_table(table, tmp_path / "log", row_group_size=100, compression="zstd", use_dictionary=False)
+    group = parquet.ParquetFile(tmp_path / "log").metadata.row_group(1)
+    data = bytearray((tmp_path / "log").read_bytes())
+    start = group.column(1).data_page_offset
+    data[start : start + group.column(1).total_compressed_size] = bytes(group.column(1).total_compressed_size)
+    (tmp_path / "log").write_bytes(data)
+    rollouts, ((number, reason),) = read_all(tmp_path / "log")
+    assert (len(rollouts), number) == (200, 101)
+    assert reason.startswith("rows 101 to 200 are damaged")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_log_may_come_from_a_pipe(tmp_path, kind):
+    log, pipe = tmp_path / "log", tmp_path / "pipe"
+    (write_parquet if kind == "parquet" else write_lines)(log, [IDS] * 3)
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes(log.read_bytes()), daemon=True)
+    writer.start()
+    if kind == "jsonl":
+        assert [len(found) for found in read_all(pipe)] == [3, 0]
+    else:
+        with pytest.raises(OSError, match="is a pipe, and Parquet is only read from a file"):
+            read_all(pipe)
+    writer.join(10)

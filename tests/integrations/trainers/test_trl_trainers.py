@@ -19,7 +19,10 @@ from trl.experimental.gold import GOLDConfig, GOLDTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.experimental.sdft import SDFTConfig, SDFTTrainer
 
+from rollout_spec.cli import main
+from rollout_spec.history import command
 from tests.conftest import VOCAB_SIZE
+from tests.history.made_up import rollouts_in
 from tests.integrations.engines import rollouts_of
 from tests.integrations.trainers import Compared, make_trainer
 
@@ -136,6 +139,28 @@ def test_grpo_with_tools_over_several_turns(tiny_model, tmp_path):
     assert len(generator.generations) > 3, "tools were called, so a step has several generations"
     assert sum(entry["tools/call_frequency"] for entry in logs) > 0
     assert sum(entry["tools/failure_frequency"] for entry in logs) == 0
+
+
+def test_what_grpo_logs_of_messages_becomes_history(tiny_model, tmp_path, monkeypatch, capfd):
+    """Each generation stands in the logs of two steps, as it has two updates."""
+    generator = Compared()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model, padding_side="left")
+    tokenizer.chat_template = TEMPLATE
+    chats = [[{"role": "user", "content": prompt}] for prompt in ("w1 w2 w3", "w4 w5 w6")]
+    arguments = {"processing_class": tokenizer, "train_dataset": Dataset.from_dict({"prompt": chats})}
+    fields = {"max_steps": 4, "num_iterations": 2, "log_completions": True, "num_completions_to_print": 0}
+    make_trainer(tiny_model, tmp_path, [generator], arguments=arguments, **fields).train()
+    logs = sorted(map(str, (tmp_path / "completions").glob("*.parquet")))
+    assert len(logs) == 4
+    monkeypatch.setattr(command, "load_tokenizer", lambda name: tokenizer)
+    assert main(["history", "import", *logs, "--into", str(tmp_path / "history"), "--tokenizer", "x"]) == 0
+    special = set(tokenizer.all_special_ids)
+    sampled = [[token for token in rollout if token not in special] for rollout in generator.rollouts]
+    sampled = sorted(filter(None, sampled))  # an empty answer is left out
+    assert len(sampled) > 8
+    assert sorted(rollout.tokens.tolist() for rollout in rollouts_in(tmp_path / "history")) == sampled
+    assert f"{len(sampled)} rollouts of 2 problems" in (said := capfd.readouterr().out)
+    assert f"{len(sampled)} are copies, {2 * (16 - len(sampled))} lines left out" in said
 
 
 def test_grpo_resumed_from_a_checkpoint(tiny_model, tmp_path, monkeypatch):
