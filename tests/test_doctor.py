@@ -196,7 +196,7 @@ def importing(name, **module):
         # Those that import what is broken are not blamed, too.
         (importing("transformers.modeling_utils"), "problem", "is broken): pip uninstall torchvision torchaudio"),
         (importing("vllm"), "problem", "vllm cannot be used (ImportError: vllm is broken): pip install"),
-        (importing("trl", __version__="1.15rc1"), "problem", "1.15rc1 is not 1.16 or newer, nor 1.12"),
+        (importing("trl", __version__="1.15rc1"), "problem", "nor 1.12, for PPOTrainer (pip install 'rollout-spec[ppo]')"),
     ],
 )
 def test_faults_of_an_installation_are_found(monkeypatch, change, verdict, said):

