@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import random
+import socket
 import sys
 import tempfile
 import time
@@ -47,6 +48,9 @@ def main() -> None:
         parser.error(f"--out: {error}")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    with socket.socket() as free:  # TRL would take one of four, which another training may have or take meanwhile
+        free.bind(("", 0))
+        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
     try:  # all of them now, as the warm start takes minutes
         versions = {name: importlib.import_module(name).__version__ for name in PACKAGES}
     except ImportError as error:

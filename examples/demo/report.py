@@ -18,6 +18,7 @@ Generation is {generation_speedup:.2f} times as fast as stock vLLM without specu
 Drafts: {mean_acceptance_length:.2f} tokens per drafted step, {tokens_accepted} accepted, {tokens_rejected} rejected
 Log-probabilities differ from the trainer's by at most {max_logprob_error:.1e}
 Reward: {reward[first_quarter]:.3f} in the first quarter of the steps, {reward[last_quarter]:.3f} in the last"""
+SCATTERED = 1.8  # slowest step's time per token over a fast one's; quiet machines had 1.3 to 1.5
 LOOKS = {"stock": ("stock vLLM", "--"), "off": ("speculation off", ":"), "on": ("speculation on", "-")}
 
 
@@ -46,11 +47,13 @@ def make_report(generator: PairedGenerator, seconds: float) -> dict[str, Any]:
     rollouts, identical, drafted, accepted = (sum(step[name] for step in steps) for name in names)
     rewards = [step["reward"] for step in steps]
     quarter = max(1, len(rewards) // 4)
+    per_token = {way: sorted(step["seconds"][way] / step["tokens"][way] for step in steps[1:]) for way in WAYS}
     return {
         "rollouts_total": rollouts, "rollouts_identical": identical, "unique_seeds": len(generator.seeds),
         "generation_seconds": time, "generation_tokens": tokens, "generation_speedup": time["stock"] / time["on"],
         "generation_speedup_per_token": (time["stock"] / tokens["stock"]) / (time["on"] / tokens["on"]),
         "generation_speedup_own_off": time["off"] / time["on"],
+        "slowest_over_fast_step": {way: each[-1] / each[len(each) // 4] for way, each in per_token.items()},
         "tokens_drafted": drafted, "tokens_accepted": accepted, "tokens_rejected": drafted - accepted,
         **{name: stats[name] for name in ("mean_acceptance_length", "draft_seconds", "drafter_bytes")},
         "max_logprob_error": max(step["max_logprob_error"] for step in steps),
@@ -63,6 +66,12 @@ def print_summary(report: dict[str, Any], ways: Sequence[str]) -> None:
     """The run in a few lines."""
     own_off = f", {report['generation_speedup_own_off']:.2f} times as fast as our engine with speculation off"
     print(SUMMARY.format(**report, own_off=own_off if "off" in ways else ""))
+    scatter = max(report["slowest_over_fast_step"][way] for way in ways)
+    if scatter > SCATTERED:
+        print(
+            f"WARNING: the times scatter: one step took {scatter:.1f} times as long per token as others. If other "
+            "programs ran meanwhile, repeat this when the machine is quiet."
+        )
 
 
 def plot_report(report: dict[str, Any], ways: Sequence[str], path: Path) -> None:

@@ -1,9 +1,15 @@
-"""What the demo does before it trains; the demo itself is run by `make demo`."""
+"""The demo with a policy that was hardly trained, and what it says; `make demo` runs it in earnest."""
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
+import socket
+import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.demo.__main__ import main
 from examples.demo.policy import build_tokenizer, warm_start
+from tests.conftest import environment_for_a_process
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_piped_warm_start_says_how_far_it_is_and_writes_the_same_policy_again(tmp_path, monkeypatch):
@@ -49,3 +58,42 @@ def test_what_would_fail_late_is_refused_at_once(options, message, tmp_path, mon
         main()
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.engine
+@pytest.mark.exhaustive
+def test_it_runs_beside_another_training(tmp_path):
+    """Which holds torch's port at one of the machine's addresses. TRL looks at another, the engine takes all."""
+    pytest.importorskip("vllm")
+    pytest.importorskip("trl")
+    pytest.importorskip("matplotlib")
+    warm_start(tmp_path / "policy-v1-seed0", seed=0, steps=1, batch_size=4)
+    command = [sys.executable, "-m", "examples.demo", "--steps", "2", "--out", tmp_path]
+    with socket.socket() as other:
+        with contextlib.suppress(OSError):  # another training has the port
+            other.bind(("127.0.0.2", 29500))
+            other.listen()
+        environment = environment_for_a_process()
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["rollouts_identical"] == report["rollouts_total"] == 32
+
+
+@pytest.mark.parametrize(
+    ("way", "slower", "ways", "warns"),
+    [
+        ("on", 1, ("stock", "on"), False),
+        ("on", 3, ("stock", "on"), True),
+        ("stock", 3, ("stock", "on"), True),
+        ("off", 3, ("stock", "on"), False),  # is not shown
+    ],
+)
+def test_a_run_whose_times_scatter_says_so(capsys, way, slower, ways, warns):
+    """A recorded run, with one step that took longer."""
+    report = pytest.importorskip("examples.demo.report")
+    recorded = json.loads((ROOT / "experiments/results/demo_cpu.json").read_text())
+    recorded["steps"][5]["seconds"][way] *= slower
+    generator = SimpleNamespace(records=recorded["steps"], stats=lambda: recorded, seeds=())
+    report.print_summary(report.make_report(generator, 1.0), ways)
+    assert ("the times scatter" in capsys.readouterr().out) == warns
