@@ -187,8 +187,10 @@ def summary(report: dict[str, Any]) -> str:
         if measured["low"] is not None:
             times += f" ({measured['low']:.2f} to {measured['high']:.2f})"
         count = measured["generations"]
-        return f"{times} with drafts as without, measured in {count} generation{'s' * (count > 1)}; {said}"
-    return f"{said}; RolloutSpecGenerator(compare_every=…) measures what that saves"
+        return f"{times} with drafts as without, by {count} comparison{'s' * (count > 1)}; {said}"
+    every = report.get("compare_every", 0)  # in a trainer's reports only
+    how = "RolloutSpecGenerator(compare_every=…) measures what that saves"
+    return said if every == 0 else f"{said}; {how if every is None else 'what that saves is not known yet'}"
 
 
 def explain(report: dict[str, Any]) -> str:

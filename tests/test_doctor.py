@@ -44,7 +44,7 @@ def test_a_run_is_explained_on_one_page():
     text = page(a_report(global_step=7, num_processes=4))
     for line in (
         "up to step 7, process 1 of 4 840 tokens in 110 steps: 1.14 tokens per request and step, ",
-        "25.0% of 400 drafted tokens accepted; RolloutSpecGenerator(compare_every=…) measures what that saves ",
+        "25.0% of 400 drafted tokens accepted Where the time",
         "Where the time of a step goes: 2.619 ms per token",
         "target's forward pass     1.20  54.5%",
         "verification     0.10   4.5%",
@@ -196,7 +196,11 @@ def importing(name, **module):
         # Those that import what is broken are not blamed, too.
         (importing("transformers.modeling_utils"), "problem", "is broken): pip uninstall torchvision torchaudio"),
         (importing("vllm"), "problem", "vllm cannot be used (ImportError: vllm is broken): pip install"),
-        (importing("trl", __version__="1.15rc1"), "problem", "nor 1.12, for PPOTrainer (pip install 'rollout-spec[ppo]')"),
+        (
+            importing("trl", __version__="1.15rc1"),
+            "problem",
+            "nor 1.12, for PPOTrainer (pip install 'rollout-spec[ppo]')",
+        ),
     ],
 )
 def test_faults_of_an_installation_are_found(monkeypatch, change, verdict, said):

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-T_90 = 6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83
-"""Two-sided 90 % quantiles of Student's t for 1, 2, ... degrees of freedom; more are taken for the last."""
+FEWEST = 5
+"""Comparisons for an interval: of two it may reach from 0 to 100."""
+T_90 = 2.13, 2.02, 1.94, 1.89, 1.86, 1.83
+"""Two-sided 90 % quantiles of Student's t for `FEWEST` comparisons and more; yet more are taken for the last."""
 
 
 class Measured(NamedTuple):
@@ -21,10 +23,10 @@ class Measured(NamedTuple):
     speedup: float
     """Geometric mean."""
     low: float | None
-    """Its 90 % interval, by Student's t of the logarithms; None if only one generation was compared."""
+    """Its 90 % interval, by Student's t of the logarithms; None of fewer than `FEWEST` comparisons."""
     high: float | None
     generations: int
-    """Without drafts, so far."""
+    """Without drafts that were compared, so far."""
 
 
 class _Generation(NamedTuple):
@@ -57,13 +59,13 @@ class Comparison:
     """
 
     def __init__(self, every: int) -> None:
-        self._every = every
+        self.every = every
         self._turns: defaultdict[int, _Turn] = defaultdict(_Turn)
         self._logs: list[float] = []
 
     def is_plain(self, turn: int = 0) -> bool:
         """Whether the next generation that is this turn of its step shall have no drafts."""
-        return self._turns[turn].number % self._every == self._every - 1
+        return self._turns[turn].number % self.every == self.every - 1
 
     def observe(self, num_requests: int, num_tokens: int, seconds: float, turn: int = 0) -> None:
         """A generation has ended, which was this turn of its step."""
@@ -90,7 +92,7 @@ class Comparison:
         if not self._logs:
             return None
         mean, count = fmean(self._logs), len(self._logs)
-        if count == 1:
-            return Measured(math.exp(mean), None, None, 1)
-        half = T_90[min(count - 1, len(T_90)) - 1] * stdev(self._logs) / math.sqrt(count)
+        if count < FEWEST:
+            return Measured(math.exp(mean), None, None, count)
+        half = T_90[min(count - FEWEST, len(T_90) - 1)] * stdev(self._logs) / math.sqrt(count)
         return Measured(math.exp(mean), math.exp(mean - half), math.exp(mean + half), count)

@@ -306,6 +306,7 @@ class EngineController:
             **report,
             "stats": SpeculationStats.between(self._first_stats, report["stats"]).to_dict(),
             "measured": None if measured is None else measured._asdict(),
+            "compare_every": self._comparison and self._comparison.every,
         }
 
     def take_metrics(self) -> dict[str, float]:

@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import t
 
 from rollout_spec.doctor import summary
-from rollout_spec.integrations.trainers.comparison import Comparison
+from rollout_spec.integrations.trainers.comparison import Comparison, Measured
 
 
 def compare(comparison, generations):
@@ -64,19 +64,35 @@ def test_the_interval_has_the_true_value_in_nine_of_ten_runs(every):
 
 
 def test_the_interval_is_students_for_so_many_comparisons():
-    """Beyond the table the quantile of its last entry is taken, for which the interval is a little too wide."""
-    for count in (2, 3, 6, 10, 11, 30):
+    """There is none of fewer than five. Of many it is a little too wide, as the table of quantiles ends."""
+    for count in (1, 2, 4, 5, 6, 10, 11, 30):
         logs = np.random.default_rng(count).normal(0.5, 0.1, count)
         generations = [g for log in logs for g in ((8, 1, 1.0), (8, 1, 1.0), (8, 1, math.exp(log)))]
         measured = compare(Comparison(3), [*generations, (8, 1, 1.0)])
-        half = t.ppf(0.95, min(count - 1, 9)) * np.std(logs, ddof=1) / math.sqrt(count)
         assert measured.generations == count
+        assert measured.speedup == pytest.approx(math.exp(logs.mean()))
+        if count < 5:
+            assert (measured.low, measured.high) == (None, None)
+            continue
+        half = t.ppf(0.95, min(count - 1, 9)) * np.std(logs, ddof=1) / math.sqrt(count)
         assert math.log(measured.high / measured.speedup) == pytest.approx(half, rel=3e-3)
         assert math.log(measured.speedup / measured.low) == pytest.approx(half, rel=3e-3)
 
 
-def test_the_doctor_leads_with_what_was_measured():
+@pytest.mark.parametrize(
+    ("every", "measured", "begins", "ends"),
+    [
+        (3, (3.52, None, None, 1), "3.52 times as fast with drafts as without, by 1 comparison; ", ""),
+        (3, (3.52, None, None, 4), "3.52 times as fast with drafts as without, by 4 comparisons; ", ""),
+        (3, (1.9, 1.8, 2.0, 7), "1.90 times as fast (1.80 to 2.00) with drafts as without, by 7 comparisons; ", ""),
+        (3, None, "", "; what that saves is not known yet"),
+        (None, None, "", "; RolloutSpecGenerator(compare_every=…) measures what that saves"),
+    ],
+)
+def test_the_doctor_leads_with_what_was_measured(every, measured, begins, ends):
+    """Without it a trainer's report says how to, until it is known; a server cannot."""
     stats = {"tokens_per_step": 2.0, "draft_tokens": 10, "acceptance_rate": 0.5, "drafter_errors": 0}
-    measured = {"speedup": 1.9, "low": 1.8, "high": 2.0, "generations": 7}
-    said = summary({"stats": stats, "measured": measured})
-    assert said.startswith("1.90 times as fast (1.80 to 2.00) with drafts as without, measured in 7 generations; 2.00")
+    said = "2.00 tokens per request and step, 50.0% of 10 drafted tokens accepted"
+    of_trainer = {"measured": Measured(*measured)._asdict() if measured else None, "compare_every": every}
+    assert summary({"stats": stats, **of_trainer}) == begins + said + ends
+    assert summary({"stats": stats}) == said
