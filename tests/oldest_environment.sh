@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes FOLDER a virtual environment with the oldest releases of everything that pyproject.toml names.
 #   tests/oldest_environment.sh .venv-oldest
-# TRL and vLLM need Python 3.11: with 3.10 there are none of the demo's requirements. What others depend on is new, except
-# torch, for whose CPU build the package index decides.
+# TRL needs Python 3.11: with 3.10 there are none of the demo's requirements. What others depend on is new, except torch,
+# for whose CPU build the package index decides.
 set -euo pipefail
 folder=$1
 "${PYTHON:-python3}" -m venv "$folder"
