@@ -8,6 +8,7 @@ drafts. Where vLLM has a drafter with a model, it is called before that, and `jo
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.features.format import FEATURE_WORDS, Features
-from rollout_spec.integrations.vllm.config import has_model_drafter
+from rollout_spec.integrations.vllm.config import has_model_drafter, say
 from rollout_spec.integrations.vllm.hybrid import ModelDrafter
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import RunnerAdapter
@@ -113,6 +114,18 @@ class RunnerAdapterV1(RunnerAdapter):
         """See `RunnerAdapter`. On CPUs the verifier has no kernels."""
         if self._runner.device.type == "cuda":
             self._compile_kernels(draws=self.model_drafter is not None and self.config.verify == "sample")
+        self._compile_ranks()
+
+    @torch.inference_mode()
+    def _compile_ranks(self) -> None:
+        """Let torch compile vLLM's ranks of tokens: the first request that vLLM's code scores would wait for that."""
+        runner, started = self._runner, time.perf_counter()
+        for rows in (2, 3, 1):  # torch may compile for one size first, then for any, and for 1 apart
+            scores = torch.zeros(rows, runner.model_config.get_vocab_size(), dtype=torch.float32, device=runner.device)
+            runner.sampler.gather_logprobs(scores, 1, torch.zeros(rows, dtype=torch.int64, device=runner.device))
+        seconds = time.perf_counter() - started
+        if seconds > 1:
+            say(f"rollout_spec: torch compiled vLLM's ranks of tokens in {seconds:.0f} s")
 
     def on_forward(self) -> None:
         """See `RunnerAdapter`. Keeps the step's hidden states."""

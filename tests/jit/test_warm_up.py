@@ -15,6 +15,7 @@ from numba.core.registry import CPUDispatcher
 
 from rollout_spec import RolloutSpecConfig
 from rollout_spec.jit.warm_up import warm_up
+from tests.conftest import environment_for_a_process
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,7 +81,7 @@ def run_a_session(config):
 
 
 def our_dispatchers():
-    found = [x for x in gc.get_objects() if isinstance(x, CPUDispatcher)]
+    found = [x for x in gc.get_objects() if issubclass(type(x), CPUDispatcher)]  # some are dead weak proxies
     return [dispatcher for dispatcher in found if (dispatcher.py_func.__module__ or "").startswith("rollout_spec.")]
 
 
@@ -123,6 +124,35 @@ assert not failed, failed
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+ENGINE = """
+import gc, sys
+from torch._dynamo.utils import counters
+from vllm import SamplingParams
+from rollout_spec import engine_kwargs
+from tests.integrations.engines import build
+from tests.jit.test_warm_up import our_dispatchers
+llm = build(sys.argv[1], **engine_kwargs(num_speculative_tokens=4))
+compiled = lambda: (counters["stats"]["unique_graphs"], sum(len(d.signatures) for d in our_dispatchers()))
+gc.unfreeze()  # what vLLM has frozen is not found
+before = compiled()
+assert before[1] > 0
+for number in (1, 3, 8):
+    params = SamplingParams(top_p=0.9, logprobs=1, prompt_logprobs=1, max_tokens=20)
+    llm.generate([{"prompt_token_ids": [1, 4, 9]}] * number, params, use_tqdm=False)
+assert compiled() == before, (before, compiled())
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="nothing is compiled")
+def test_an_engine_that_has_started_compiles_nothing(tiny_model):
+    """Torch neither, which compiles vLLM's ranks of tokens."""
+    environment = environment_for_a_process(TORCHDYNAMO_DISABLE="0", VLLM_USE_V2_MODEL_RUNNER="0", PYTHONPATH=str(ROOT))
+    command = [sys.executable, "-c", ENGINE, str(tiny_model)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_torchs_defaults_do_not_matter():
