@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -56,6 +57,16 @@ def number(name: str, value: object, is_right: Callable[[float], bool], expected
     if not is_right(float(value)):
         raise ValueError(f"{name} must be {expected}, got {shown(value)}")
     return float(value)
+
+
+def num_bytes(name: str, value: object, least: int = 1) -> int:
+    """An int, also from a size such as "2GB"."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)\s*([kMGT]?)B?", value)
+        if not match:
+            raise ValueError(f"{name} {shown(value)} is no size, such as 500MB or 2GB")
+        value = int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " "))
+    return integer(name, value, least)
 
 
 def integers(name: str, values: object, size: int) -> NDArray[np.int64]:

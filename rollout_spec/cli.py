@@ -47,7 +47,9 @@ def _run(argv: Sequence[str] | None) -> int:
     estimate.add_argument("--model", help="a size such as 7b, a config.json, or a name in the file of --step-times")
     estimate.add_argument("--step-times", type=Path, metavar="CSV", help="measured step times instead of estimates")
     estimate.add_argument("--requests", type=int, nargs="+", default=[64], metavar="N", help="most at a time (64)")
-    estimate.add_argument("-k", "--num-speculative-tokens", type=int, default=8, metavar="K")
+    estimate.add_argument(
+        "-k", "--num-speculative-tokens", type=int, default=8, metavar="K", help="most draft tokens (8)"
+    )
     estimate.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     doctor.add_arguments(
         commands.add_parser("doctor", help="check the installation, or explain where a run's time goes")

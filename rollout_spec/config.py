@@ -57,7 +57,8 @@ class RolloutSpecConfig:
         speculative_config: vLLM's own, of a drafter with a model (`MODEL_METHODS`), which then drafts beside history.
             None: no model, or the engine is given its `speculative_config` by the caller.
         history_dir: A folder, or a URL that fsspec knows, that keeps history: of earlier runs, and of other engines.
-        max_history_dir_bytes: Bound on the files in `history_dir`. The oldest policy versions go first.
+        max_history_dir_bytes: Bound on the files in `history_dir`, or a size such as "4GB", which becomes one. The
+            oldest policy versions go first.
         ignore_cache_salt: Whether requests with a `cache_salt` share history as others do.
 
     Raises:
@@ -72,7 +73,7 @@ class RolloutSpecConfig:
     budget: bool = True
     speculative_config: Mapping[str, Any] | None = None
     history_dir: str | None = None
-    max_history_dir_bytes: int = 4 << 30
+    max_history_dir_bytes: int | str = 4 << 30
     ignore_cache_salt: bool = False
 
     def __post_init__(self) -> None:
@@ -89,7 +90,7 @@ class RolloutSpecConfig:
             speculation=checks.switch("speculation", self.speculation),
             budget=checks.switch("budget", self.budget),
             ignore_cache_salt=checks.switch("ignore_cache_salt", self.ignore_cache_salt),
-            max_history_dir_bytes=checks.integer("max_history_dir_bytes", self.max_history_dir_bytes, 1),
+            max_history_dir_bytes=checks.num_bytes("max_history_dir_bytes", self.max_history_dir_bytes),
         )
         if self.speculative_config is not None:
             self._check_model(self.speculative_config)

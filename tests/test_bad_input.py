@@ -80,6 +80,7 @@ CALLS = [
     (lambda: engine_kwargs(history_dir="x", drafter=CUSTOM), "has no max_history_tokens, record_rollouts, take_rec"),
     (lambda: engine_kwargs(history_dir="nowhere://x"), "history_dir 'nowhere://x' cannot be used"),
     (lambda: engine_kwargs(max_history_dir_bytes=0), "max_history_dir_bytes must be at least 1, got 0"),
+    (lambda: engine_kwargs(max_history_dir_bytes="4 gigs"), "max_history_dir_bytes '4 gigs' is no size, such as 500MB"),
     (lambda: engine_kwargs(verify="ratio"), "verify must be one of ('sample', 'rejection'), got 'ratio'"),
     (lambda: engine_kwargs(speculation=1), "speculation must be a bool, got 1"),
     (lambda: engine_kwargs(speculative_config="mtp"), "speculative_config must be a dict, got 'mtp'"),

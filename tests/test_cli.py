@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rollout_spec import __version__
+from rollout_spec.cli import main
 from tests.test_doctor import a_report
 
 ROOT = Path(__file__).parent.parent
@@ -19,6 +23,19 @@ for name in ("numba", "torch", "vllm"):  # the other two take long to import
 from rollout_spec.cli import main
 sys.exit(main(sys.argv[1:]))
 """
+
+
+def test_every_argument_has_a_help_text(monkeypatch):
+    parsers = []
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda self, _: parsers.append(self) or sys.exit())
+    with pytest.raises(SystemExit):
+        main([])
+    for parser in parsers:  # which grows
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+            else:
+                assert action.help, (parser.prog, action)
 
 
 def run_without_numba(*arguments):

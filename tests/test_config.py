@@ -48,6 +48,11 @@ def test_a_folder_for_history(monkeypatch, tmp_path):
         RolloutSpecConfig(history_dir="history")
 
 
+@pytest.mark.parametrize(("given", "bound"), [("4GB", 4_000_000_000), ("1.5k", 1500), (7, 7), (np.int64(7), 7)])
+def test_the_bound_of_a_folder_is_a_size_as_prune_takes_it(given, bound):
+    assert RolloutSpecConfig(max_history_dir_bytes=given).max_history_dir_bytes == bound
+
+
 def test_a_model_beside_history():
     """K is the model's unless it is given; then the model drafts as many tokens as before, and at most K."""
     for options, k, num_model in (

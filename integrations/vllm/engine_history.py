@@ -80,7 +80,7 @@ class EngineHistory:
         self._thread: FolderThread | None = None
         if is_first_rank(vllm_config):
             origin = origin_of(vllm_config.model_config)
-            folder = HistoryFolder(config.history_dir, origin, max_bytes=config.max_history_dir_bytes)
+            folder = HistoryFolder(config.history_dir, origin, max_bytes=int(config.max_history_dir_bytes))
             self._thread = FolderThread(folder)
             self._pool = ThreadPool(1)  # whose thread does not keep a process from ending
             self._loading = self._pool.apply_async(folder.load, [min(drafter.max_history_tokens, LOADED_TOKENS)])

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.checks import first_line
+from rollout_spec.checks import first_line, num_bytes
 from rollout_spec.imports import install
 
 if TYPE_CHECKING:  # what a command imports takes long, and `--help` does not need it
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the commands and their options."""
     commands = parser.add_subparsers(dest="history_command", required=True)
     add = commands.add_parser("import", help="add rollouts: JSONL of token ids, TRL's or verl's logs")
-    add.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    add.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSONL, or Parquet as TRL and verl log it")
     add.add_argument("--into", required=True, metavar="DIR", help="folder of the history, or a URL that fsspec knows")
     add.add_argument(
         "--tokenizer", required=True, metavar="NAME_OR_PATH", help="the model's; token ids must be its own"
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prune.add_argument("--max-bytes", type=_num_bytes, metavar="SIZE", help="what may stay, for example 2GB")
     prune.add_argument("--keep-versions", type=_count(1), metavar="N", help="policy versions that stay")
     for command in (stats, prune):
-        command.add_argument("dir", metavar="DIR")
+        command.add_argument("dir", metavar="DIR", help="folder of the history, or a URL")
 
 
 def _count(least: int) -> Any:
@@ -51,10 +51,10 @@ def _count(least: int) -> Any:
 
 
 def _num_bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)\s*([kMGT]?)B?", text)
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 500MB or 2GB")
-    return int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " "))
+    try:
+        return num_bytes("SIZE", text, least=0)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def run(args: argparse.Namespace) -> int:
