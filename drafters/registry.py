@@ -48,6 +48,8 @@ DRAFTERS = tuple(name for name, entry in REGISTRY.items() if not entry.on_device
 """The built-in drafters on the host."""
 REQUIRED_METHODS = ("start_request", "extend", "propose", "stop_request", "begin_policy_version")
 """What a drafter of a user's own must have."""
+REMOVED_OPTIONS = {"num_threads": "the drafter on the host runs in one thread: leave it out"}
+"""Options of 0.3.0 that are gone, and what to do; their errors can go with 0.5.0."""
 MAX_RESIDENT_TOKENS = 4_000_000
 """Ended rollouts' tokens that the device drafter keeps on the device, unless it is told otherwise."""
 MAX_INDEX_BYTES = 1 << 26
@@ -164,6 +166,9 @@ def _check_names(name: str, factory: Any, arguments: Mapping[str, Any]) -> None:
         signature.bind(**arguments)
     except TypeError as error:
         unknown = [option for option in arguments if option not in signature.parameters]
+        removed = [f"{option!r} is gone, {REMOVED_OPTIONS[option]}" for option in unknown if option in REMOVED_OPTIONS]
+        if removed:
+            raise ValueError(f"drafter {name!r}: {'; '.join(removed)}") from error
         hint = checks.did_you_mean(unknown[0], signature.parameters) if unknown else ""
         raise ValueError(f"drafter {name!r} does not take these drafter_options: {error}{hint}") from error
 

@@ -104,7 +104,7 @@ CALLS = [
     (lambda: check_options(HISTORY_DRAFTER, {"depth": 3}), "does not take these drafter_options"),
     (lambda: check_options("tests.recurrent.drafter.Cut", {}), "missing a required argument: 'pattern'"),
     (lambda: build_drafter("history", min_survival=1), "min_survival must be in [0, 1), got 1"),
-    (lambda: build_drafter("history", num_threads=0), "num_threads must be from 1 to 8, got 0"),
+    (lambda: build_drafter("history", num_threads=1), "'num_threads' is gone, the drafter on the host runs in one"),
     (lambda: build_drafter("suffix", index="tree"), "index must be one of ('suffix', 'ngram'), got 'tree'"),
     (lambda: build_drafter("suffix", own_only=True, shared=True), "own_only and shared exclude each other"),
     (lambda: build_drafter("ngram", shared=True), "finds the own problem only: leave shared out"),
@@ -215,7 +215,7 @@ def test_a_call_of_a_drafter_that_is_refused_changes_nothing(call, message):
     [
         lambda: engine_kwargs(num_speculative_tokens=np.int32(8), drafter_options={"max_history_tokens": np.int64(5)}),
         lambda: engine_kwargs(drafter_options={"max_resident_tokens": 4096}),  # which "auto" takes on a GPU
-        lambda: build_drafter("history", min_survival=0, num_threads=np.int64(2), features=False),
+        lambda: build_drafter("history", min_survival=0, max_draft_tokens=np.int64(2), features=False),
         lambda: controller(logprob_tolerance=np.float32(0.1)).begin_run(seed=np.int64(-3), replica=np.int64(3)),
         lambda: controller(logprob_tolerance=INF).begin_step(np.int64(3)),
         lambda: request_options({"rollout_spec": {"problem_id": np.uint64(2**64 - 1), "keep_in_history": 1.0}}),

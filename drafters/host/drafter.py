@@ -45,7 +45,6 @@ from rollout_spec.drafters.host.store import (
     TextStore,
     is_private,
 )
-from rollout_spec.drafters.host.threads import MAX_THREADS, share_out, usable_threads
 from rollout_spec.drafters.host.voting import Calibration, new_scratch
 from rollout_spec.features.format import SIGNATURE_BITS, Features, check_features, decoded_probabilities, no_features
 from rollout_spec.history.rollout import Rollout
@@ -100,8 +99,6 @@ class HistoryDrafter:
             state was, and vote for all tokens that it thought likely there, not only for the one that it sampled.
         max_history_tokens: Bound on the tokens kept, prompts included, counted in pages of 32. The oldest finished
             rollouts go first; live requests stay.
-        num_threads: Most threads that draft for a large batch, at most `threads.MAX_THREADS`; drafts do not depend on
-            it. None: as many as this process may use cores.
 
     Attributes:
         wants_features: Whether features that are given with tokens are of use.
@@ -124,7 +121,6 @@ class HistoryDrafter:
         min_survival: float = 0.01,
         features: bool = True,
         max_history_tokens: int = 8_000_000,
-        num_threads: int | None = None,
     ) -> None:
         index = cast(IndexKind, checks.choice("index", index, get_args(IndexKind)))
         own_only, shared = checks.switch("own_only", own_only), checks.switch("shared", shared)
@@ -137,8 +133,6 @@ class HistoryDrafter:
         max_draft_tokens = checks.integer("max_draft_tokens", max_draft_tokens, 1, MAX_DRAFT_TOKENS)
         max_history_tokens = checks.integer("max_history_tokens", max_history_tokens, 1)
         min_survival = checks.number("min_survival", min_survival, lambda value: 0 <= value < 1, "in [0, 1)")
-        if num_threads is not None:
-            num_threads = checks.integer("num_threads", num_threads, 1, MAX_THREADS)
         self.wants_features = features
         self.wants_rejected_targets = lookahead
         self._own_only = own_only
@@ -162,8 +156,7 @@ class HistoryDrafter:
         self.table = RequestTable(max_draft_tokens)
         self._referenced = self._state()
         self._reference = by_reference(self._referenced)
-        self._num_threads = usable_threads() if num_threads is None else num_threads
-        self._scratch = [by_reference(new_scratch(max_draft_tokens)) for _ in range(self._num_threads)]
+        self._scratch = by_reference(new_scratch(max_draft_tokens))
         self._window = np.empty(WINDOW, np.int32)
         # For `extend`, which knows no request's end; `propose` indexes its tokens first.
         self._options = StepOptions(max_draft_tokens, UNLIMITED, False, np.zeros((0, 0)))
@@ -342,12 +335,7 @@ class HistoryDrafter:
         self._propose(rows, room, continues=True)
 
     def _propose(self, rows: NDArray[np.int64], room: NDArray[np.int64], *, continues: bool) -> None:
-        requests, known = self.table.reference, self._state_by_reference()
-
-        def propose_part(part: int, start: int, end: int) -> None:
-            step.propose(requests, known, rows[start:end], room[start:end], continues, self._scratch[part])
-
-        share_out(propose_part, rows.size, self._num_threads)
+        step.propose(self.table.reference, self._state_by_reference(), rows, room, continues, self._scratch)
 
     def stop_request(self, req_id: str, *, keep: bool = True) -> None:
         live = self._request(req_id)

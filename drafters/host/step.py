@@ -292,13 +292,12 @@ def index_documents(history, documents, window):
         index_document(history, documents[i], window)
 
 
-@njit(nogil=True)
+@njit
 def propose(requests, history, rows, room, continues, scratch):
     """Draft for requests, at most room[i] tokens each, and K: fills `requests.history`, or `requests.continued`.
 
-    If it `continues`, drafts begin with the model's, which are to be verified. Nothing else is written but `scratch`:
-    several threads may draft for parts of a batch. Requests, history and scratch are passed by reference. O(log n +
-    MAX_CANDIDATES) for a draft's first token and O(candidates left) for each later one.
+    If it `continues`, drafts begin with the model's, which are to be verified. Requests, history and scratch are passed
+    by reference. O(log n + MAX_CANDIDATES) for a draft's first token and O(candidates left) for each later one.
     """
     _propose(requests.values, history.values, rows, room, continues, scratch.values)
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import time
 from unittest.mock import Mock
 
 import numpy as np
@@ -13,7 +10,7 @@ import pytest
 
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.batch import as_batch_drafter
-from rollout_spec.drafters.host import step, suffix, threads
+from rollout_spec.drafters.host import suffix
 from rollout_spec.drafters.host.drafter import HistoryDrafter
 from rollout_spec.drafting import Drafting
 from rollout_spec.types import Draft
@@ -161,68 +158,6 @@ def test_what_could_not_be_indexed_is_indexed_later(monkeypatch, is_late):
     drafting.learn(step_of_a)  # of which nothing is new if it was learned
     drafter.check_integrity()
     assert drafter.output_of("a").tolist() == list(range(200))
-
-
-def test_drafts_do_not_depend_on_the_number_of_threads(monkeypatch):
-    monkeypatch.setattr(threads, "LEAST_REQUESTS", 2)
-    expected = drive(build_drafter("history", max_draft_tokens=K, num_threads=1), 0)
-    for num_threads in (2, 3, threads.MAX_THREADS):
-        assert drive(build_drafter("history", max_draft_tokens=K, num_threads=num_threads), 0) == expected
-
-
-def test_threads_have_buffers_of_their_own(monkeypatch):
-    """With shared ones drafts would depend on which thread is faster, and so differ between ranks."""
-    monkeypatch.setattr(threads, "LEAST_REQUESTS", 1)
-    drafter, used, compiled = HistoryDrafter(num_threads=3), [], step.propose
-
-    def call(*args):
-        used.append(args[-1])
-        compiled(*args)
-
-    monkeypatch.setattr(step, "propose", call)
-    for i in range(3):
-        drafter.start_request(str(i), [1])
-    drafter.propose(["0", "1", "2"], np.full(3, K))
-    assert len({id(scratch) for scratch in used}) == 3
-
-
-@pytest.mark.parametrize("failing", [0, 1, 2])
-def test_an_error_in_a_thread_is_raised_once_all_have_ended(failing):
-    ended = []
-
-    def call(part, start, end):
-        if part == failing:
-            raise MemoryError(f"part {part}")
-        time.sleep(0.05)
-        ended.append((start, end))
-
-    with pytest.raises(MemoryError, match=f"part {failing}"):
-        threads.share_out(call, 3 * threads.LEAST_REQUESTS, 3)
-    assert len(ended) == 2
-
-
-def test_a_fork_has_threads_of_its_own():
-    def run():
-        parts = []
-        threads.share_out(lambda *part: parts.append(part), 2 * threads.LEAST_REQUESTS, 2)
-        return len(parts)
-
-    assert run() == 2
-    child = os.fork()
-    if child == 0:
-        parts = 0
-        try:
-            parts = run()
-        finally:
-            os._exit(parts)
-    deadline = time.monotonic() + 60
-    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    if ended == (0, 0):
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    assert ended[0] == child, "the child waits for threads that it does not have"
-    assert os.waitstatus_to_exitcode(ended[1]) == 2
 
 
 @pytest.mark.parametrize(

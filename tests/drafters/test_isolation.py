@@ -45,7 +45,7 @@ def text_of(rng, owner, is_foreign):
 
 def drafts_of(options, watched, calls, others_are_foreign, num_entries):
     """What those who are watched are drafted after each call."""
-    drafter = HistoryDrafter(max_draft_tokens=K, min_survival=0.0, num_threads=1, **options)
+    drafter = HistoryDrafter(max_draft_tokens=K, min_survival=0.0, **options)
     if "index" in options:
         drafter._index = drafter._index._replace(buckets=ngram.new_buckets(num_entries))
     live, drafts, num_alone = {}, [], 0
