@@ -41,7 +41,7 @@ for stage in "$@"; do
         second)
             big=7b
             [[ $shape == tiny ]] && big=tiny
-            stages+=("phase-$big:none,device" "phase-$shape:none,device,budget:64")
+            stages+=("phase-$big:none,device" "phase-$shape:none,device:64")
             ;;
         *) stages+=("$stage") ;;
     esac
@@ -141,7 +141,7 @@ for stage in "${stages[@]}"; do
         start-*)
             # Python says once of each line of a step that waits for the device.
             watch=(env VLLM_GPU_SYNC_CHECK=warn)
-            modes=${modes:-device,budget,none} batches=${batches:-64}
+            modes=${modes:-device,none} batches=${batches:-64}
             [[ $shape == tiny ]] || command+=(--max-seqs 256)  # as many graphs as by default
             ;;
         phase-*) command+=(--step-times "$out/step_times_$name.csv") ;;

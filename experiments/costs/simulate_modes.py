@@ -9,6 +9,7 @@ speculation and with asynchronous scheduling:
 
 - `schedule`: the device drafts equally many tokens for all requests of a step, K by their number, and fewer where they
   do not pay by what was measured.
+- `constant`: the device drafts the same K in every step, as data-parallel engines do; not among the defaults.
 - `adaptive`: the device drafts K = 8, and vLLM cuts them by confidence and by what it has measured. Not on an A100,
   whose attention kernels cannot take that.
 - `host`: the host drafts with our budget.
@@ -56,7 +57,7 @@ BATCHES = (1, 16, 64, 512)
 SAMPLES = HISTORY = 16
 SETS = ("tot_text_gpt4", "r1v_grpo_log", "rg_llama_math", "samples-step0040-t0.6")
 ENGINES = ("h100", "1.5b"), ("h100", "7b"), ("h100", "30b-a3b"), ("a100", "7b")
-POLICIES = ("schedule", "adaptive", "host")
+POLICIES = ("schedule", "adaptive", "host", "constant")
 Mode = Literal["none", "device", "host"]
 PIECEWISE_LAUNCHES = 3
 """Launches per layer where requests have different numbers of draft tokens, and vLLM has no graph of whole steps: the
@@ -102,7 +103,7 @@ def main() -> None:
     parser.add_argument("traces", type=Path, nargs="+", help="folders in which the sets are")
     parser.add_argument("--sets", nargs="+", default=list(SETS))
     parser.add_argument("--batch", nargs="+", type=int, default=list(BATCHES))
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES[:-1]))
     args = parser.parse_args()
     about, rows = origin("simulated GPUs, estimates"), []
     paths = [next(f / f"{name}.parquet" for f in args.traces if (f / f"{name}.parquet").exists()) for name in args.sets]
@@ -130,7 +131,7 @@ def cell(place: tuple[Path, int, bool, Sequence[str]]) -> list[dict[str, Any]]:
         if name == "adaptive" and gpu == "a100":
             continue
         mode: Mode = name if name in ("none", "host") else "device"  # type: ignore[assignment]
-        cost, policy = cost_of(model, mode, gpu), policy_of(name, model, gpu)
+        cost, policy = cost_of(model, mode, gpu), policy_of(name, model, gpu, batch)
         drafter = filled(earlier) if isinstance(policy, Budget) else filled(earlier, min_survival=0.0)
         if name != "none":
             list(run(others, drafter, policy, cost))
@@ -148,7 +149,7 @@ def cell(place: tuple[Path, int, bool, Sequence[str]]) -> list[dict[str, Any]]:
     return rows
 
 
-def policy_of(name: str, model: str, gpu: str) -> Policy:
+def policy_of(name: str, model: str, gpu: str, batch: int) -> Policy:
     """By its name in POLICIES, or "none"."""
     if name == "host":
         return Budget()
@@ -157,6 +158,9 @@ def policy_of(name: str, model: str, gpu: str) -> Policy:
     if name == "none":
         return lambda num_requests: 0
     most = k_by_requests(gpu, K, SHAPES[model].used_experts)
+    if name == "constant":
+        k = max(1, most(max(batch // 2, 1)))
+        return lambda num_requests: k
     return MeasuredSchedule([most(n) for n in range(BATCHES[-1] + 1)])
 
 

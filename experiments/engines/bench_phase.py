@@ -16,7 +16,6 @@ Each mode of build.py has an engine in a process of its own, in which it is call
 
     none       vLLM without speculation
     device     the drafter on the device, our default on a GPU
-    budget     the drafter on the host under its budget; with one batch size, as it would find another's rollouts
 
 For each batch size there are two phases: the first meets the problems for the first time; the second, after new
 weights, has that history and samples other rollouts of the same problems. A queue is a batch larger than `--max-seqs`.
@@ -24,11 +23,11 @@ The gate: every rollout is the recorded one. All engines are there at once and t
 work on the machine slows down all of them. If `none` is the first mode, it runs each phase again at the end: `times` is
 relative to the mean of both.
 
-Reported by batch, phase and mode: seconds, also relative to `none`; tokens per second; tokens per request and step;
-microseconds of the host per request and step that our drafter took; the share of steps that were too large for a CUDA
-graph; the time of steps by their size, on a GPU as its stream takes it. The states of a model with made-up weights say
-little, so features show what they cost here, not what they are worth. Differences of some percent mean nothing. An
-engine that fails or runs out of time leaves the rows of the phases that it has finished.
+Reported by batch, phase and mode: seconds, also relative to `none`; tokens per second; tokens per request and step; the
+share of steps that were too large for a CUDA graph; the time of steps by their size, on a GPU as its stream takes it.
+The states of a model with made-up weights say little, so features show what they cost here, not what they are worth.
+Differences of some percent mean nothing. An engine that fails or runs out of time leaves the rows of the phases that it
+has finished.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from experiments.traces import read_traces
 from rollout_spec.estimate.recorded import Rollout, by_problem
 from rollout_spec.stats import SpeculationStats
 
-MODES = ("none", "device", "budget")
+MODES = ("none", "device")
 SHAPES = {
     # layers, hidden, intermediate, heads, key-value heads, vocabulary: Qwen2.5-1.5B and -7B
     "1.5b": (28, 1536, 8960, 12, 2, 151_936),
@@ -224,8 +223,6 @@ def serve(
         if before is not None:
             stats = SpeculationStats.between(before, command(llm, "stats"))
             row["acceptance_rate"] = round(stats.acceptance_rate, 3)
-            if mode == "budget":
-                row["host_us"] = round(1e6 * stats.draft_seconds / max(stats.request_steps, 1), 1)
 
 
 def write_step_times(path: Path, shape: str, context: int, rows: Sequence[dict[str, Any]]) -> None:
@@ -235,8 +232,6 @@ def write_step_times(path: Path, shape: str, context: int, rows: Sequence[dict[s
     """
     least: dict[tuple[int, int], float] = {}
     for row in rows:
-        if row["mode"] == "budget":  # drafts on the host have lengths of their own
-            continue
         for requests, tokens, _, ms in row["by_size"]:
             k, rest = divmod(tokens - requests, requests)
             if not rest and k <= K:
@@ -253,15 +248,14 @@ def write_step_times(path: Path, shape: str, context: int, rows: Sequence[dict[s
 def describe(row: dict[str, Any]) -> str:
     """A line of the table."""
     speedup = f"{row['times_as_fast']:6.2f}" if "times_as_fast" in row else "     -"
-    host = f"{row['host_us']:8.1f}" if "host_us" in row else "       -"
     return (
         f"{row['batch']:8d} {row['phase']:8} {row['mode']:7} {row['seconds']:8.3f} {speedup} "
         f"{row['tokens_per_second']:9.0f} {row['tokens_per_step']:7.2f} "
-        f"{row['verified_per_step']:8.2f} {host} {row['steps_without_graph']:8.2f}"
+        f"{row['verified_per_step']:8.2f} {row['steps_without_graph']:8.2f}"
     )
 
 
-HEADER = "requests phase    mode     seconds  times  tokens/s tok/step verified  host µs no graph"
+HEADER = "requests phase    mode     seconds  times  tokens/s tok/step verified no graph"
 
 
 def main() -> None:
@@ -283,8 +277,6 @@ def main() -> None:
     batches = [batch for batch in args.batch if fits(recorded, batch)]
     if not batches:
         raise SystemExit("no batch size is left")
-    if "budget" in args.modes and len(batches) > 1:
-        raise SystemExit("with several batch sizes budget would find the rollouts of another: give one --batch")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     about = {"benchmark": "phase", "shape": args.shape, "rollouts": Path(args.rollouts).name, **origin(device)}
     children: dict[str, Child] = {}

@@ -43,6 +43,9 @@ MARK = "_rollout_spec"
 OUR_SCHEDULE = "_rollout_spec_schedule"
 """Set on a `speculative_config` whose `num_speculative_tokens_per_batch_size` is ours. False in a worker in which vLLM
 turned out not to cut drafts on the device."""
+RUNNER_REASON = "_rollout_spec_runner"
+"""Set on our engines' `speculative_config`: why vLLM chose the model runner, and so where drafts are made."""
+RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
 missing: list[str] = []
 """What the hooks did not find in this vLLM, a sentence for each."""
@@ -65,9 +68,8 @@ def need_all_hooks() -> None:
 def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
     """The settings that an engine asks for, or None when it does not ask for us.
 
-    The drafter is never `"auto"`, and K is a number where there are drafts.
-
-    What the user leaves open is decided once (`settle`): later the process of a data-parallel engine may see a
+    The drafter is never `"auto"`, which stands for the one of the model runner, and K is a number where there are
+    drafts. What the user leaves open is decided once (`settle`): later the process of a data-parallel engine may see a
     `data_parallel_size` of 1.
 
     Raises:
@@ -79,7 +81,7 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
     if config is not None:
         need_all_hooks()
         if config.drafter == AUTO:
-            return dataclasses.replace(config, drafter=_best_drafter(vllm_config, config))
+            return dataclasses.replace(config, drafter="device" if vllm_config.use_v2_model_runner else "history")
     return config
 
 
@@ -172,27 +174,51 @@ def repeats_seeds(vllm_config: Any) -> bool:
     return bool(vllm_config.model_config.seed != 0 and vllm_config.parallel_config.data_parallel_size == 1)
 
 
-# -- the drafter that `"auto"` stands for ----------------------------------------------------------------------------
+# -- the model runner: V1 has its drafter on the host, V2 on the device ----------------------------------------------
 
 
-def _best_drafter(vllm_config: Any, config: RolloutSpecConfig) -> str:
-    """On GPUs the device's drafter, where vLLM lets K follow the number of requests."""
-    is_v2 = vllm_config.use_v2_model_runner
-    if is_v2 and has_model_drafter(vllm_config):
-        return "device"
-    pays = is_v2 and has_gpu() and config.budget and has_options("device", config.drafter_options)
-    return "device" if pays and _follows_batch_size(vllm_config) else "history"
+def reasons_for_v1(vllm_config: Any, config: RolloutSpecConfig) -> list[str]:
+    """What V2 cannot do of what an engine with drafts asks for, or what an engine lacks that drafts there need.
+
+    Args:
+        config: As `read_config` gives it. Where it names a drafter, that one decides.
+    """
+    if config.drafter != AUTO:
+        return [f"drafter={config.drafter!r}, which is on the host"] if config.drafts_on_host else []
+    if has_model_drafter(vllm_config):
+        return []
+    reasons = []
+    if not has_options("device", config.drafter_options):
+        reasons.append(f"drafter_options={dict(config.drafter_options)}, which drafters on the host have")
+    if not has_gpu():
+        reasons.append("drafts without an NVIDIA GPU")
+    if not _schedules_asynchronously(vllm_config):
+        reasons.append("drafts with synchronous scheduling")
+    return reasons
 
 
-def _follows_batch_size(vllm_config: Any) -> bool:
-    """Whether vLLM lets K follow the number of requests: in V2 with asynchronous scheduling, of a single engine."""
+def _schedules_asynchronously(vllm_config: Any) -> bool:
+    """Whether vLLM may schedule a step before the last one's tokens are known."""
     from vllm.v1.executor.abstract import Executor
 
-    is_asynchronous = (
-        vllm_config.scheduler_config.async_scheduling is not False
-        and Executor.get_class(vllm_config).supports_async_scheduling()
-    )
-    return is_asynchronous and vllm_config.parallel_config.data_parallel_size == 1
+    is_allowed = vllm_config.scheduler_config.async_scheduling is not False
+    return is_allowed and bool(Executor.get_class(vllm_config).supports_async_scheduling())
+
+
+def note_runner(vllm_config: Any) -> None:
+    """Keep why an engine has its model runner, while its configuration is still what the user asked for."""
+    speculative = vllm_config.speculative_config
+    if not hasattr(speculative, RUNNER_REASON):
+        object.__setattr__(speculative, RUNNER_REASON, _reason_for_runner(vllm_config))
+
+
+def _reason_for_runner(vllm_config: Any) -> str:
+    if os.environ.get(RUNNER_VARIABLE):
+        return f"{RUNNER_VARIABLE}={os.environ[RUNNER_VARIABLE]}"
+    if vllm_config.use_v2_model_runner:
+        return "vLLM can run the model in it"
+    missing = vllm_config._get_v2_model_runner_unsupported_features()
+    return f"V2 does not have {', '.join(missing)}" if missing else "vLLM's choice"
 
 
 def has_gpu() -> bool:
@@ -223,7 +249,7 @@ def check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
     if config.drafts_on_device and not vllm_config.use_v2_model_runner:
         raise ValueError(
             f"drafter={config.drafter!r} needs vLLM's V2 model runner, which this engine does not use: choose another "
-            "drafter, or set VLLM_USE_V2_MODEL_RUNNER=1, with which vLLM says what keeps it from V2"
+            f"drafter, or set {RUNNER_VARIABLE}=1, with which vLLM says what keeps it from V2"
         )
     if config.speculation:
         check_options(config.drafter, config.drafter_options)
@@ -273,11 +299,6 @@ def _check_model_drafter(vllm_config: Any, config: RolloutSpecConfig) -> None:
             raise ValueError(
                 f"speculative_config sets {name}={value!r}, which rollout_spec does not support, as {reason}: remove it"
             )
-    if config.drafts_on_host and vllm_config.use_v2_model_runner:
-        raise ValueError(
-            f"drafter={config.drafter!r} is on the host, and in vLLM's V2 model runner a model drafts beside a drafter "
-            "on the device only: leave drafter out, or unset VLLM_USE_V2_MODEL_RUNNER"
-        )
     if speculative.num_speculative_tokens_per_batch_size is not None and config.drafts_on_host:
         raise ValueError(
             f"drafter={config.drafter!r} is on the host and gives each request its own K: leave "
@@ -423,8 +444,9 @@ def describe_engine(vllm_config: Any, config: RolloutSpecConfig) -> str:
         ranges = () if is_measured else speculative.num_speculative_tokens_per_batch_size or ()
         most = max((k for _, _, k in ranges), default=config.max_draft_tokens)
         k = [f"up to {most} draft tokens per request and step", *([shown_ranges(ranges)] if ranges else [])]
+        place = "host" if config.drafts_on_host else "device"
         model = f" and the model of {speculative.method!r}" if has_model_drafter(vllm_config) else ""
-        parts.append(f"{', '.join(k)}, drafted by {config.drafter!r}{model}")
+        parts.append(f"{', '.join(k)}, drafted by {config.drafter!r}{model} on the {place}")
         if config.budget and config.drafts_on_host:
             parts.append("a budget decides how many are verified")
         elif is_measured:
@@ -444,6 +466,8 @@ def describe_engine(vllm_config: Any, config: RolloutSpecConfig) -> str:
     if not vllm_config.use_v2_model_runner:
         lacks.append("logprob_token_ids and logits processors of your own")
     scheduling = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
-    parts.append(f"{scheduling} scheduling in the {'V2' if vllm_config.use_v2_model_runner else 'V1'} model runner")
+    reason = getattr(vllm_config.speculative_config, RUNNER_REASON, None)
+    runner = f"{'V2' if vllm_config.use_v2_model_runner else 'V1'} model runner{f' ({reason})' if reason else ''}"
+    parts.append(f"{scheduling} scheduling in the {runner}")
     line = f"rollout_spec {__version__} is on: {'; '.join(parts)}"
     return f"{line}. Not here: {', '.join(lacks)}" if lacks else line

@@ -8,17 +8,18 @@ Adapters are imported only for engines that ask for us. A runner of any other en
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
-from rollout_spec.config import AUTO
-from rollout_spec.drafters import runs_on_device
+from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.vllm import compat, step_sizes
 from rollout_spec.integrations.vllm.config import (
     MARK,
     MODELS,
     OUR_SCHEDULE,
+    RUNNER_VARIABLE,
     VARIABLE,
     ask_for_speculation,
     check_engine,
@@ -28,7 +29,9 @@ from rollout_spec.integrations.vllm.config import (
     has_model_drafter,
     is_a100,
     is_ours,
+    note_runner,
     read_config,
+    reasons_for_v1,
     repeats_seeds,
     say,
     settle,
@@ -66,6 +69,9 @@ def complete_config(original: Callable[..., None], self: Any) -> None:
     """Settle what an engine leaves open. With a drafter on the host, schedule synchronously."""
     config, speculative = config_of(self), self.speculative_config
     if config is not None:
+        if config.speculation:
+            note_runner(self)
+        config = _with_affordable_drafts(self, config)
         settle(self, config)
         if has_model_drafter(self):
             if speculative.draft_sample_method != "greedy":  # vLLM would keep the drafts' probabilities for us
@@ -73,22 +79,44 @@ def complete_config(original: Callable[..., None], self: Any) -> None:
                 speculative.draft_sample_method = "greedy"
         elif config.drafts_on_device and self.use_v2_model_runner:
             speculative.method = ASYNC_METHOD
-            is_given = speculative.num_speculative_tokens_per_batch_size is not None
-            if config.budget and self.parallel_config.data_parallel_size == 1 and not is_given:
-                cheap = step_sizes.CHEAP_TOKENS_A100 if is_a100() else step_sizes.CHEAP_TOKENS
-                ranges = step_sizes.affordable_ranges(config.max_draft_tokens, cheap, share_of_experts(self))
-                speculative.num_speculative_tokens_per_batch_size = ranges
-                object.__setattr__(speculative, OUR_SCHEDULE, True)
         if config.drafts_on_host:
+            if self.use_v2_model_runner:  # vLLM would refuse it without a remedy
+                raise ValueError(
+                    f"drafter={config.drafter!r} is on the host and needs vLLM's V1 model runner, and this engine has "
+                    f"V2: unset {RUNNER_VARIABLE}, or leave drafter out, which gives V2's drafter on the device"
+                )
             if self.scheduler_config.async_scheduling:
                 raise ValueError(
                     f"drafter={config.drafter!r} lives on the host and needs each step's tokens there: leave "
                     'async_scheduling (--async-scheduling) out, or use drafter="device", which needs the V2 runner'
                 )
-            # vLLM decides by the runner and the method, and from 0.33 on leaves it on in V2, where every request
-            # would then be scheduled with K draft tokens, whatever the drafter says.
             self.scheduler_config.async_scheduling = False
     original(self)
+
+
+def _with_affordable_drafts(vllm_config: Any, config: RolloutSpecConfig) -> RolloutSpecConfig:
+    """The settings of an engine whose device drafts, with as many tokens as pay by the requests that run.
+
+    An engine alone gets a schedule, which is in vLLM's configuration. Data-parallel engines may wait for each other in
+    every step, so they have one K.
+    """
+    speculative = vllm_config.speculative_config
+    is_on_device = config.drafts_on_device and vllm_config.use_v2_model_runner and not has_model_drafter(vllm_config)
+    if not (is_on_device and config.budget) or speculative.num_speculative_tokens_per_batch_size is not None:
+        return config
+    cheap = step_sizes.CHEAP_TOKENS_A100 if is_a100() else step_sizes.CHEAP_TOKENS
+    ranges = step_sizes.affordable_ranges(config.max_draft_tokens, cheap, share_of_experts(vllm_config))
+    if vllm_config.parallel_config.data_parallel_size == 1:
+        speculative.num_speculative_tokens_per_batch_size = ranges
+        object.__setattr__(speculative, OUR_SCHEDULE, True)
+        return config
+    max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+    k = step_sizes.one_k(ranges, max_num_seqs)
+    say(
+        f"rollout_spec: {k} draft token{'s' * (k > 1)} for every request, as data-parallel engines need one K: what "
+        f"pays by simulation with max_num_seqs={max_num_seqs}; budget=False drafts {config.max_draft_tokens}"
+    )
+    return dataclasses.replace(config, num_speculative_tokens=k, budget=False)
 
 
 def set_cudagraph_sizes(original: Callable[..., None], self: Any) -> None:
@@ -103,7 +131,7 @@ def set_cudagraph_sizes(original: Callable[..., None], self: Any) -> None:
 
 
 def v2_unsupported_features(original: Callable[..., list[str]], self: Any) -> list[str]:
-    """Let vLLM choose the model runner that it would use without speculation, V2 where it can."""
+    """Let vLLM choose V2 where it can run the model in it, and V1 where drafts are made on the host."""
     import vllm
 
     features, config = original(self), read_config(self)
@@ -111,13 +139,12 @@ def v2_unsupported_features(original: Callable[..., list[str]], self: Any) -> li
         return features
     if compat.is_v2_too_old(vllm.__version_tuple__):
         return [*features, "rollout_spec before vLLM 0.31"]
-    if has_model_drafter(self):
-        if config.drafts_on_host and config.drafter != AUTO:
-            features.append(f"drafter={config.drafter!r}, which is on the host, beside a model drafter")
-    elif config.speculation:  # V2 knows no custom_class, and no ngram_gpu before vLLM 0.32: we bring our own speculator
+    if not config.speculation:
+        return features
+    if not has_model_drafter(self):  # V2 knows no custom_class, and no ngram_gpu before 0.32: we bring our speculator
         method = self.speculative_config.method
         features = [f for f in features if not ("specul" in f and method in f)]
-    return features
+    return [*features, *reasons_for_v1(self, config)]
 
 
 def validate_sampling_params(original: Callable[..., None], self: Any, speculative_config: Any) -> None:
@@ -397,13 +424,9 @@ def init_speculator_v2(original: Callable[..., Any], vllm_config: Any, device: A
         from rollout_spec.integrations.vllm.hybrid import make_model_speculator
 
         return make_model_speculator(original(vllm_config, device, *args), vllm_config, device)
-    if runs_on_device(config.drafter):
-        from rollout_spec.integrations.vllm.device import DeviceSpeculator
+    from rollout_spec.integrations.vllm.device import DeviceSpeculator
 
-        return DeviceSpeculator(vllm_config, device)
-    from rollout_spec.integrations.vllm.runner_v2 import HostSpeculator
-
-    return HostSpeculator(vllm_config, device)
+    return DeviceSpeculator(vllm_config, device)
 
 
 def initialize_kv_cache_v2(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -414,11 +437,5 @@ def initialize_kv_cache_v2(original: Callable[..., Any], self: Any, *args: Any, 
     from rollout_spec.integrations.vllm.adaptive import with_adaptive_verification
 
     result = with_adaptive_verification(self, initialize)
-    step_sizes.choose_graphs(self, drafts_on_host=config.drafts_on_host)
+    step_sizes.choose_graphs(self)
     return result
-
-
-def take_draft_token_ids_v2(original: Callable[..., Any], self: Any) -> Any:
-    """Cut the scheduler's drafts to their own lengths."""
-    drafts = original(self)
-    return drafts if self.rollout_spec is None else self.rollout_spec.cut_drafts(drafts)

@@ -75,7 +75,6 @@ HOOKS = (
     Hook(*_runner_v2, "sample_tokens", hooks.sample_tokens),
     Hook("vllm.v1.worker.gpu.model_runner", None, "init_speculator", hooks.init_speculator_v2),
     Hook(*_runner_v2, "initialize_kv_cache", hooks.initialize_kv_cache_v2),
-    Hook(*_runner_v2, "take_draft_token_ids", hooks.take_draft_token_ids_v2),
     Hook(*_worker, "load_model", hooks.load_model),
     Hook(*_worker, "add_lora", hooks.add_lora),
     Hook(*_worker, "determine_available_memory", hooks.determine_available_memory),

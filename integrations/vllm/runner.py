@@ -50,7 +50,6 @@ class RunnerAdapter:
         # Read once: a user's own drafter could answer otherwise later, and on one rank only.
         drafter = None if session is None else session.drafter
         self._drafter_wants_features = bool(getattr(drafter, "wants_features", False))
-        self._drafter_wants_rejected = bool(getattr(drafter, "wants_rejected_targets", False))
         if self._drafter_wants_features:
             model = runner.vllm_config.model_config
             prepare(model.get_hidden_size(), model.dtype, runner.device)
@@ -65,11 +64,6 @@ class RunnerAdapter:
     def wants_features(self) -> bool:
         """Whether what the target sees is of use to the drafter."""
         return self._drafter_wants_features and self.session is not None and self.session.is_learning
-
-    @property
-    def wants_rejected_targets(self) -> bool:
-        """Whether what the target samples after rejected drafts is of use to the drafter."""
-        return self._drafter_wants_rejected and self.session is not None and self.session.is_learning
 
     def compile_kernels(self) -> None:
         """Called before vLLM's own warm-up."""

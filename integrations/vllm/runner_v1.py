@@ -106,6 +106,8 @@ class RunnerAdapterV1(RunnerAdapter):
                 self.model_drafter = ModelDrafter(drafter, runner, config, session.wants_model)
         super().__init__(runner, config, session)
         self.session: HostSession | None = session
+        drafts = None if session is None else session.drafter
+        self._drafter_wants_rejected = bool(getattr(drafts, "wants_rejected_targets", False))
         if isinstance(drafter, RolloutSpecProposer):
             drafter.adapter = self
         refuse_own_processors(processors)
@@ -141,6 +143,11 @@ class RunnerAdapterV1(RunnerAdapter):
             if params is not None and params.sampling_type == SamplingType.RANDOM_SEED:
                 # No torch generator for a seed: ours uses none, and on CPUs vLLM fails with one if prompts are chunked.
                 params.__dict__["sampling_type"] = SamplingType.RANDOM  # the cached value of a property
+
+    @property
+    def wants_rejected_targets(self) -> bool:
+        """Whether what the target samples after rejected drafts is of use to the drafter."""
+        return self._drafter_wants_rejected and self.session is not None and self.session.is_learning
 
     # -- sampling ----------------------------------------------------------------------------------------------------
 

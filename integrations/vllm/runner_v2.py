@@ -1,10 +1,8 @@
-"""Speculation in vLLM's V2 model runner: the speculator that vLLM calls, and the sampler in place of vLLM's.
+"""Verification in vLLM's V2 model runner: the sampler in place of vLLM's, and the adapter that brings it there.
 
 One engine step: vLLM runs the target over every scheduled token and hands the logits to `VerifyingSampler`, which
 replaces both of vLLM's samplers and verifies the drafts with Triton kernels; then vLLM records the sampled tokens and
-calls `HostSpeculator.propose`, which copies the outcome to the host, tells the drafter and returns the next drafts.
-That drafter lives on the host, so scheduling is synchronous; the scheduler is told each draft's length, so that a
-request without a draft costs one token. `device.py` has the speculator that keeps scheduling asynchronous.
+calls the speculator, which drafts for the next step: `device.py`, and beside a model `hybrid.py`.
 """
 
 from __future__ import annotations
@@ -15,19 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
-from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.config import RolloutSpecConfig
-from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
-from rollout_spec.features.format import FEATURE_WORDS
-from rollout_spec.integrations.vllm.config import config_of
-from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import RunnerAdapter
 from rollout_spec.integrations.vllm.sampling import (
     keep_broken,
@@ -37,21 +29,11 @@ from rollout_spec.integrations.vllm.sampling import (
     scored_tokens,
     verifier_scores,
 )
-from rollout_spec.integrations.vllm.session import HostSession
-from rollout_spec.transfers import HostCopy, upload
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Drafts, VerifyResult
+from rollout_spec.transfers import HostCopy
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, VerifyResult
 from rollout_spec.verify import kernel
 from rollout_spec.verify.layout import Layout
 from rollout_spec.verify.reference import scaled
-
-
-class _Verified(NamedTuple):
-    """The last verification."""
-
-    req_ids: list[str]
-    starts: np.ndarray  # int32 [B + 1], each request's first row, then N
-    first_positions: torch.Tensor  # int64 [B], input position of each request's first row
-    result: VerifyResult
 
 
 class _Asked(NamedTuple):
@@ -77,15 +59,13 @@ class RunnerAdapterV2(RunnerAdapter):
     """Follows one V2 model runner's requests, whose samplers it replaces.
 
     Attributes: those of `RunnerAdapter`, and
-        speculator: A `HostSpeculator`, a `DeviceSpeculator` or a `ModelSpeculator`; None for an engine without
-            speculation, which samples with our noise only.
-        host_speculator: The same, if it is a `HostSpeculator`.
+        speculator: A `DeviceSpeculator` or a `ModelSpeculator`; None for an engine without speculation, which samples
+            with our noise only.
     """
 
     def __init__(self, runner: Any, config: RolloutSpecConfig) -> None:
         self._hidden: torch.Tensor | None = None  # of the step's tokens
         self.speculator: Any = runner.speculator
-        self.host_speculator = self.speculator if isinstance(self.speculator, HostSpeculator) else None
         super().__init__(runner, config, None if self.speculator is None else self.speculator.session)
 
     def finish_counting(self) -> None:
@@ -142,15 +122,6 @@ class RunnerAdapterV2(RunnerAdapter):
         counts = [1 + len(drafts.get(req_id, ())) for req_id in req_ids]
         return tuple(np.repeat(adapters, counts).tolist()), *more
 
-    def cut_drafts(self, drafts: Any) -> Any:
-        """Cut the scheduler's drafts to their own lengths; vLLM would verify K tokens for every request."""
-        if self.host_speculator is None:
-            return drafts
-        lengths = self.host_speculator.num_draft_tokens
-        both = zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
-        cut = [tokens[: lengths.get(req_id, 0)] for req_id, tokens in both]
-        return type(drafts)(drafts.req_ids, cut)
-
 
 class VerifyingSampler:
     """Replaces vLLM's `Sampler` and `RejectionSampler`. Other attributes and methods are those of vLLM's `Sampler`.
@@ -159,7 +130,6 @@ class VerifyingSampler:
         inner: vLLM's `Sampler`, which holds the requests' sampling parameters.
 
     Attributes:
-        outcome: Of the last step, until the host's speculator reads it.
         features: Of the last step's rows, until the adapter's `take_features` reads them; None where the drafter has no
             use for them.
     """
@@ -168,7 +138,6 @@ class VerifyingSampler:
 
     def __init__(self, inner: Any, adapter: RunnerAdapterV2) -> None:
         self.inner = inner
-        self.outcome: _Verified | None = None
         self.features: torch.Tensor | None = None
         self._adapter = adapter
         self._own_processors = any(not type(p).__module__.startswith("vllm.") for p in inner.logits_processors)
@@ -226,7 +195,6 @@ class VerifyingSampler:
             method=self._adapter.config.verify,
             logprobs_mode=self.inner.logprobs_mode if asked.scored_here else None,
             hidden=hidden,
-            after_difference=self._adapter.wants_rejected_targets,
             max_draft_tokens=self._adapter.config.max_draft_tokens if input_batch.num_draft_tokens > 0 else 0,
         )
         tensors = None
@@ -341,11 +309,7 @@ class VerifyingSampler:
         return tensors
 
     def _book(self, input_batch: Any, layout: Layout, result: VerifyResult) -> None:
-        """Keep the outcome for the speculator on the host; where there is none, copy its numbers to be counted."""
-        if self._adapter.host_speculator is not None:
-            positions = layout.position.index_select(0, layout.starts[:-1])
-            self.outcome = _Verified(input_batch.req_ids, input_batch.cu_num_logits_np, positions, result)
-            return
+        """Copy the outcome's numbers to the host, to be counted once they have arrived."""
         # Waiting for the device would undo asynchronous scheduling. Draft lengths come from the device, too: where
         # vLLM's adaptive verification cuts drafts, the host does not know them.
         copy = HostCopy((result.num_broken_rows, result.num_accepted, layout.starts.diff()))
@@ -370,107 +334,3 @@ def _has_sampled(input_batch: Any) -> np.ndarray:
     """bool [B], False for prompts not yet read to their end."""
     num_read: np.ndarray = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
     return num_read >= input_batch.prefill_len_np
-
-
-class HostSpeculator(BaseSpeculator):
-    """vLLM's speculator around a `HostSession`.
-
-    Attributes:
-        session: Drafts.
-        num_draft_tokens: Length of each request's last draft, by id; requests without a draft may be missing.
-    """
-
-    supports_mm_inputs = False
-    draft_logits = None
-
-    def __init__(self, vllm_config: Any, device: torch.device) -> None:
-        config = config_of(vllm_config)
-        assert config is not None
-        share = sharing_from_first_rank(vllm_config)
-        self.session = HostSession(config, vllm_config, share, index_late=device.type != "cpu")
-        self.num_draft_tokens: dict[str, int] = {}
-        self._device = device
-        self._runner: Any = None
-
-    def bind(self, runner: Any) -> None:
-        """Give the speculator the runner it serves."""
-        self._runner = runner
-
-    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Part of vLLM's interface; nothing runs in graphs."""
-
-    def capture(self) -> None:
-        """Part of vLLM's interface; nothing runs in graphs."""
-
-    def propose(
-        self,
-        input_batch: Any,
-        attn_metadata: Any,
-        slot_mappings: Any,
-        last_hidden_states: Any,
-        aux_hidden_states: Any,
-        num_sampled: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Draft for the next step: int64 [B, K], of which the first `num_draft_tokens` of each request count.
-
-        See vLLM for the arguments.
-        """
-        drafts = np.zeros((input_batch.num_reqs, self.session.num_speculative_tokens), np.int64)
-        sampler, self.num_draft_tokens = self._runner.sampler, {}
-        outcome, sampler.outcome = sampler.outcome, None
-        if outcome is not None:  # a step, and none of vLLM's made-up batches
-            batch_rows, proposed = self._draft(outcome, num_sampled, int(input_batch.num_tokens))
-            drafts[batch_rows] = proposed.token_ids
-            names = [outcome.req_ids[row] for row in batch_rows.tolist()]
-            self.num_draft_tokens = dict(zip(names, proposed.lengths.tolist(), strict=True))
-        return upload(drafts, self._device)
-
-    def _draft(
-        self, outcome: _Verified, num_sampled: torch.Tensor, num_step_tokens: int
-    ) -> tuple[NDArray[np.int64], Drafts]:
-        """Copy the outcome to the host, the step's only wait for the device, and draft with the session.
-
-        Returns:
-            (rows of the batch, int64 [R]; their drafts).
-        """
-        result, starts, size = outcome.result, outcome.starts.astype(np.int64), len(outcome.req_ids)
-        session, adapter = self.session, self._runner.rollout_spec
-        wants_targets, features = adapter.wants_rejected_targets, adapter.take_features()
-        copy = HostCopy(
-            (
-                result.output_token_ids,
-                result.num_accepted,
-                result.num_broken_rows,
-                num_sampled[:size],
-                outcome.first_positions,
-                *((result.target_token_ids,) if wants_targets else ()),
-                *(() if features is None else (features,)),
-            )
-        )
-        session.update_index()
-        tokens, accepted, broken, num_new, positions, *more = copy.read()
-        raise_if_broken(broken, outcome.req_ids)
-        batch_rows = np.flatnonzero(num_new)  # not the chunks of prompts
-        verified = np.diff(starts) - 1
-        session.stats.record(verified[batch_rows], accepted[batch_rows])
-        if not session.is_learning:
-            return batch_rows, session.drafting.no_drafts(batch_rows.size)
-        rows = session.rows_of([outcome.req_ids[row] for row in batch_rows.tolist()])
-        batch_rows, rows = batch_rows[rows >= 0], rows[rows >= 0]
-        texts = np.maximum(tokens, 0).astype(np.int32).reshape(size, -1)
-        targets = more.pop(0) if wants_targets else None
-        sampled = Sampled(
-            rows,
-            batch_rows,
-            texts,
-            positions + 1,
-            (positions + 1 + num_new).astype(np.int32),
-            verified,
-            accepted,
-            starts,
-            more[0].reshape(-1, FEATURE_WORDS) if more else NO_FEATURES,
-        )
-        drafts = session.draft(sampled, num_step_tokens=num_step_tokens, began=adapter.clock.started, targets=targets)
-        return batch_rows, drafts

@@ -309,11 +309,9 @@ class HostSession(Session):
         return int(np.count_nonzero(~self.drafter.table.arrays.is_complete[rows]))
 
     def _start(self, request: Any) -> None:
-        """Show the drafter a request, if it is new."""
+        """Show the drafter a request."""
         req_id, params, prompt = request.req_id, request.sampling_params, np.array(request.prompt_token_ids, np.int32)
         if req_id in self.live:
-            if self.live[req_id].conversation.length == prompt.size:
-                return  # V2's scheduler starts preempted requests anew
             self._stop(req_id)  # a streaming session goes on with a longer prompt: as good as a new request
         conversation = self.begin_conversation(request, prompt)
         is_seeded = params.temperature > 0 and self._config.verify == "sample"

@@ -99,6 +99,15 @@ def ranges_of(ks: Sequence[int], max_tokens: int, most_requests: int = 1 << 31) 
     return [*ranges, (first, first, 0)]
 
 
+def one_k(ranges: Sequence[tuple[int, int, int]], max_num_seqs: int) -> int:
+    """The K of these ranges that pays over a whole rollout phase, at least 1, where it must be the same in each step.
+
+    By simulation (`experiments/costs/simulate_modes.py`, policy `constant`) that is the one for half as many requests
+    as can run, as fewer and fewer are left.
+    """
+    return max(1, next(k for first, _, k in reversed(ranges) if first <= max(max_num_seqs // 2, 1)))
+
+
 def most_tokens(max_num_seqs: int, ranges: Sequence[tuple[int, int, int]]) -> int:
     """The most tokens of a step in which every request has a whole draft. Of the last range K holds without end."""
     # In a gap between ranges the lower one's K holds.
@@ -148,12 +157,11 @@ def add_graphs(vllm_config: Any, set_sizes: Callable[[], None]) -> str | None:
     return f"{steps}: {'; '.join(remarks)}" if remarks else None
 
 
-def choose_graphs(runner: Any, *, drafts_on_host: bool) -> None:
-    """Let V2's whole decode steps replay CUDA graphs whatever the lengths of their drafts.
+def choose_graphs(runner: Any) -> None:
+    """Let V2's whole decode steps replay CUDA graphs with drafts of any length that a step's requests may have.
 
-    vLLM captures those in which each request has K draft tokens, by number of requests where there is a schedule. A
-    drafter on the host gives each request as many as are worth verifying, our schedule all of them fewer at times, and
-    the kernels of all other steps' attention would be launched one by one.
+    vLLM captures those in which each request has K draft tokens, by number of requests where there is a schedule. Ours
+    gives all of them fewer at times, and the kernels of these steps' attention would be launched one by one.
 
     Args:
         runner: vLLM's, which has chosen what it will capture.
@@ -162,37 +170,14 @@ def choose_graphs(runner: Any, *, drafts_on_host: bool) -> None:
     speculative = vllm_config.speculative_config
     if runner.adaptive_verification:  # each of its graphs takes any lengths
         return
-    takes_any_lengths = drafts_on_host and _replays_any_lengths(runner)
-    if takes_any_lengths:
-        manager.varlen_decode = True
-    elif drafts_on_host:
-        manager.vllm_config = _with_steps_of(vllm_config, [0, speculative.num_speculative_tokens])
-    elif hasattr(speculative, OUR_SCHEDULE):
+    if hasattr(speculative, OUR_SCHEDULE):
         ranges = speculative.num_speculative_tokens_per_batch_size
         manager.vllm_config = _with_steps_of(vllm_config, sorted({k for _, _, k in ranges}))
     manager._candidates, manager._capture_descs = {}, {}
     manager._init_candidates()
     manager.vllm_config = vllm_config
-    if not drafts_on_host:
-        _drop_graphs_of_no_step(manager)
-    if not takes_any_lengths:
-        _find_nearest_graphs(manager)
-
-
-def _replays_any_lengths(runner: Any) -> bool:
-    """Whether one CUDA graph can serve decode steps whose requests have any numbers of tokens, up to K + 1 each.
-
-    vLLM needs that for its adaptive verification.
-    """
-    from vllm.v1.attention.backend import AttentionCGSupport
-    from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
-
-    if runner.model_state.get_additional_cg_support()[0] != AttentionCGSupport.ALWAYS:
-        return False
-    return (
-        get_varlen_cudagraph_unsupported_backend(runner.attn_groups, runner.vllm_config, runner.decode_query_len)
-        is None
-    )
+    _drop_graphs_of_no_step(manager)
+    _find_nearest_graphs(manager)
 
 
 def _with_steps_of(vllm_config: Any, ks: Sequence[int]) -> Any:

@@ -34,6 +34,8 @@ MIXES_MASKS = not IS_V2 and vllm.__version_tuple__[:2] < (0, 31)
 RESIDENT = {"drafter_options": {"max_resident_tokens": 4096}}
 """History on the device takes little memory."""
 DEVICE = {"drafter": "device", **RESIDENT}
+OF_RUNNER = DEVICE if IS_V2 else {}
+"""The drafter of this process's model runner."""
 PLAIN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """For `mixed_params`: nothing is truncated."""
 LAST = SamplingParams(max_tokens=2, seed=1, extra_args={"rollout_spec": {"keep_in_history": False}})
@@ -85,7 +87,7 @@ def set_step_times(monkeypatch):
 
 
 def every_draft(k, **options):
-    """Options of an engine whose drafter on the host ends no draft early, however likely it is to be rejected."""
+    """Options of an engine in V1 whose drafter ends no draft early, however likely it is to be rejected."""
     arguments = {"shared": True, "max_draft_tokens": k, "min_survival": 0.0, **options}
     return {"num_speculative_tokens": k, "drafter": HISTORY_DRAFTER, "drafter_options": arguments}
 

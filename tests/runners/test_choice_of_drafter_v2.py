@@ -1,4 +1,4 @@
-"""What `drafter="auto"` stands for, and what an engine with the device drafter asks of vLLM."""
+"""Which model runner and drafter engines get, and what an engine with the device drafter asks of vLLM."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ pytest.importorskip("vllm")
 
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.config import VllmConfig
+from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.executor import UniProcExecutor
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from rollout_spec import engine_kwargs
@@ -24,39 +25,94 @@ from rollout_spec.integrations.vllm.config import check_engine, config_of
 
 @pytest.fixture
 def make(tiny_model, monkeypatch):
-    """A function that gives the configuration of an engine on a GPU, as vLLM's platform would report one."""
+    """A function that gives the configuration of an engine on a GPU, as vLLM's platform would report one.
 
-    def make(options=None, *, gpu=True, v2=True, is_a100=False, **arguments):
+    `variable` is what VLLM_USE_V2_MODEL_RUNNER says.
+    """
+
+    def make(options=None, *, gpu=True, variable=None, is_a100=False, **arguments):
         monkeypatch.setattr(engine_config, "has_gpu", lambda: gpu)
         monkeypatch.setattr(hooks, "is_a100", lambda: is_a100)
-        monkeypatch.setattr(VllmConfig, "use_v2_model_runner", v2)
+        monkeypatch.setattr(envs, "VLLM_USE_V2_MODEL_RUNNER", variable and variable == "1")
+        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+        if variable is not None:
+            monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
         arguments = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 256, **arguments}
         return EngineArgs(model=str(tiny_model), **engine_kwargs(**(options or {})), **arguments).create_engine_config()
 
     return make
 
 
+class Synchronous(UniProcExecutor):
+    """Waits for each step's tokens."""
+
+    @classmethod
+    def supports_async_scheduling(cls):
+        return False
+
+
+CAN = "V2 model runner (vLLM can run the model in it)"
+SCHEDULES = "drafts with synchronous scheduling"
+
+
 @pytest.mark.parametrize(
-    ("situation", "expected"),
+    ("situation", "drafter", "reason"),
     [
-        ({}, "device"),
-        ({"gpu": False}, "history"),
-        ({"v2": False}, "history"),
-        ({"data_parallel_size": 2}, "history"),
-        ({"async_scheduling": False}, "history"),
-        ({"options": {"budget": False}}, "history"),
-        ({"options": {"drafter_options": {"max_history_tokens": 1000}}}, "history"),
-        ({"options": {"drafter": "ngram"}}, "ngram"),
-        ({"options": {"drafter": "device"}, "gpu": False}, "device"),
+        ({}, "device", CAN),
+        ({"options": {"budget": False}}, "device", CAN),
+        ({"data_parallel_size": 2}, "device", CAN),
+        ({"async_scheduling": False}, "history", SCHEDULES),
+        ({"distributed_executor_backend": Synchronous}, "history", SCHEDULES),
+        ({"compilation_config": {"mode": 1}}, "history", "V2 does not have stock torch.compile)"),
+        ({"gpu": False}, "history", "V1 model runner (V2 does not have drafts without an NVIDIA GPU)"),
+        ({"options": {"drafter": "ngram"}}, "ngram", "drafter='ngram', which is on the host"),
+        ({"options": {"drafter_options": {"max_history_tokens": 9}}}, "history", "which drafters on the host have"),
+        ({"options": {"drafter": "device"}, "gpu": False}, "device", CAN),
+        ({"options": {"drafter": "device"}, "async_scheduling": False}, "device", CAN),
+        ({"variable": "0"}, "history", "V1 model runner (VLLM_USE_V2_MODEL_RUNNER=0)"),
+        ({"variable": "1", "gpu": False}, "device", "V2 model runner (VLLM_USE_V2_MODEL_RUNNER=1)"),
     ],
 )
-def test_the_drafter_of_an_engine(make, situation, expected):
+def test_the_drafter_of_an_engine(make, situation, drafter, reason):
     vllm_config = make(**situation)
     config = config_of(vllm_config)
-    assert config.drafter == expected
+    is_device = drafter == "device"
+    assert (config.drafter, vllm_config.use_v2_model_runner) == (drafter, is_device)
     check_engine(vllm_config, config)
-    assert vllm_config.scheduler_config.async_scheduling is (expected == "device")
-    assert (vllm_config.speculative_config.num_speculative_tokens_per_batch_size is not None) is (expected == "device")
+    line = engine_config.describe_engine(vllm_config, config)
+    assert f"drafted by {drafter!r} on the {'device' if is_device else 'host'}" in line
+    assert reason in line
+    assert vllm_config.scheduler_config.async_scheduling is (is_device and "async_scheduling" not in situation)
+    has_schedule = is_device and not situation.keys() & {"data_parallel_size"} and "budget" not in str(situation)
+    assert (vllm_config.speculative_config.num_speculative_tokens_per_batch_size is not None) is has_schedule
+
+
+def test_a_drafter_on_the_host_is_refused_in_v2(make):
+    message = "drafter='ngram' is on the host and needs vLLM's V1 .*: unset VLLM_USE_V2_MODEL_RUNNER, or leave drafter"
+    with pytest.raises(ValueError, match=message):
+        make({"drafter": "ngram"}, variable="1")
+
+
+@pytest.mark.parametrize(("max_num_seqs", "k"), [(1, 7), (16, 7), (64, 3), (256, 1), (1024, 1)])
+@pytest.mark.parametrize("is_moe", [False, True])
+def test_data_parallel_engines_have_one_k(make, monkeypatch, max_num_seqs, k, is_moe):
+    """Those of a dense model are told that they are alone, those of a mixture of experts wait for each other."""
+    lines = []
+    monkeypatch.setattr(hooks, "say", lines.append)
+    front_end = make(data_parallel_size=2, max_num_seqs=max_num_seqs)
+    for rank in range(2):
+        vllm_config = pickle.loads(pickle.dumps(front_end))
+        vllm_config.parallel_config.data_parallel_index = rank
+        if not is_moe:
+            vllm_config.parallel_config.reconfigure_for_independent_dp_rank()
+        vllm_config.__post_init__()
+        config = config_of(vllm_config)
+        assert (config.drafter, config.num_speculative_tokens, config.budget) == ("device", k, False)
+        assert vllm_config.speculative_config.num_speculative_tokens == k
+        assert vllm_config.speculative_config.num_speculative_tokens_per_batch_size is None
+    assert sum("as data-parallel engines need one K" in line for line in lines) == 1
+    every = make({"budget": False}, data_parallel_size=2, max_num_seqs=max_num_seqs)
+    assert every.speculative_config.num_speculative_tokens == 8
 
 
 def test_an_engine_keeps_its_drafter_when_its_configuration_is_completed_again(make):
@@ -68,9 +124,7 @@ def test_an_engine_keeps_its_drafter_when_its_configuration_is_completed_again(m
 
 @pytest.mark.parametrize("expected", ["device", "history"])
 def test_all_processes_of_an_engine_have_the_same_drafter(make, monkeypatch, expected):
-    """Those of a data-parallel engine with a dense model are told that they are alone."""
-    vllm_config = pickle.loads(pickle.dumps(make(data_parallel_size=2 if expected == "history" else 1)))
-    vllm_config.parallel_config.data_parallel_size = 1
+    vllm_config = pickle.loads(pickle.dumps(make(gpu=expected == "device")))
     monkeypatch.setattr(engine_config, "has_gpu", lambda: expected == "history")
     assert config_of(vllm_config).drafter == expected
 
@@ -91,9 +145,6 @@ def test_draft_tokens_follow_the_batch_size(make, tiny_model):
     assert theirs.create_engine_config().speculative_config.num_speculative_tokens_per_batch_size == [(1, 9, 8)]
     every = make({"drafter": "device", "budget": False}).speculative_config
     assert every.num_speculative_tokens_per_batch_size is None
-    # vLLM would drop them and say so.
-    parallel = make({"drafter": "device"}, data_parallel_size=2)
-    assert parallel.speculative_config.num_speculative_tokens_per_batch_size is None
 
 
 @given(st.integers(1, 128), st.integers(1, 1024), st.sampled_from([1.0, 2 / 8, 4 / 32, 8 / 128, 4 / 128, 8 / 256]))

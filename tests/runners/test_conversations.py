@@ -16,6 +16,7 @@ from tests.integrations.engines import (
     FIRST_PROMPTS,
     IS_V2,
     LAST,
+    OF_RUNNER,
     assert_same,
     build,
     generate,
@@ -34,10 +35,9 @@ def sources_of(llm):
     return llm.collective_rpc("rollout_spec", args=("report",))[0]["sources"]
 
 
-@pytest.mark.parametrize("options", [{"drafter": "suffix"}, *([DEVICE] if IS_V2 else [])], ids=lambda o: o["drafter"])
-def test_later_turns_draft_from_earlier_ones(tiny_model, off, reference_model, options):
+def test_later_turns_draft_from_earlier_ones(tiny_model, off, reference_model):
     """A later turn's prompt is the earlier one, the rollout and a tool's answer."""
-    on = build(tiny_model, **verify_all(num_speculative_tokens=K, **options))
+    on = build(tiny_model, **verify_all(num_speculative_tokens=K, **(DEVICE if IS_V2 else {"drafter": "suffix"})))
     conversations, counts = [*FIRST_PROMPTS], []
     for turn in range(3):
         asked = mixed_params(3, turn, temperature=0.5, max_tokens=16, ignore_eos=True)
@@ -54,7 +54,7 @@ def test_later_turns_draft_from_earlier_ones(tiny_model, off, reference_model, o
     drafter = session_of(on).drafter
     drafter.check_integrity()
     problems = {problem_of_prompt(prompt) for prompt in FIRST_PROMPTS}
-    if options is DEVICE:
+    if IS_V2:
         assert {rollout.problem_id for rollout in drafter._archive.order} == problems
         return
     assert set(drafter._problems) == problems | {problem_of_prompt([1, 4, 9])}  # of LAST
@@ -76,10 +76,9 @@ def ask(llm, salt, prompt=PROMPT, **params):
     return list(output.outputs[0].token_ids), *(count() - before).tolist()
 
 
-@pytest.mark.parametrize("options", [{}, *([DEVICE] if IS_V2 else [])], ids=["host", "device"][: 1 + IS_V2])
 @pytest.mark.parametrize("ignores", [False, True])
-def test_a_salted_request_shares_nothing_unless_salts_are_ignored(tiny_model, tmp_path, options, ignores):
-    options = verify_all(num_speculative_tokens=K, history_dir=str(tmp_path), ignore_cache_salt=ignores, **options)
+def test_a_salted_request_shares_nothing_unless_salts_are_ignored(tiny_model, tmp_path, ignores):
+    options = verify_all(num_speculative_tokens=K, history_dir=str(tmp_path), ignore_cache_salt=ignores, **OF_RUNNER)
     llm, said = build(tiny_model, max_num_seqs=4, **options), []
     named = {"extra_args": {"rollout_spec": {"problem_id": 7}}}
     for salt, of_request in (("a", {}), ("a", {}), ("b", named), (None, named), ("b", named), (None, {}), (None, {})):

@@ -33,6 +33,7 @@ def live(on, new_life, *, num_lives: int) -> None:
     assert preempted or IS_V2  # whose few lives need not
 
 
+@pytest.mark.skipif(IS_V2, reason="V2 has no drafter on the host")
 @pytest.mark.parametrize("has_folder", [False, True])
 def test_any_life_gives_the_same_rollouts(tiny_model, off, tmp_path, has_folder):
     """With a folder a batch that is complete ends at once."""
@@ -47,7 +48,7 @@ def test_any_life_gives_the_same_rollouts(tiny_model, off, tmp_path, has_folder)
         watch.forget()
         return life
 
-    live(on, new_life, num_lives=4 if IS_V2 else 10 // (1 + has_folder))
+    live(on, new_life, num_lives=10 // (1 + has_folder))
 
 
 @pytest.mark.skipif(not IS_V2, reason="V1 has no drafter on the device")

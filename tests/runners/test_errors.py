@@ -25,30 +25,36 @@ def unchecked(**options):
     return {"speculative_config": proposer, "additional_config": {"rollout_spec": options}}
 
 
-ERRORS = [
+OF_V1 = [
     (unchecked(drafter_options={"min_survival": 0.1}), "'history' does not take 'min_survival'"),
     (unchecked(drafter_options={"max_history_tokens": 0}), "max_history_tokens must be at least 1"),
     (unchecked(drafter="tests.adversaries.SameToken", drafter_options={"size": 2}), "'size'"),
     (unchecked(drafter="tests.adversaries.NoDrafter"), "lacks extend, propose, begin_policy_version: it"),
     (unchecked(drafter="no.such.module.Drafter"), "cannot be imported"),
+    (unchecked(drafter="device", drafter_options={"min_survival": 0.1}), "needs vLLM's V2 model runner"),
+    (engine_kwargs(drafter="tests.adversaries.RaisesWhenBuilt"), "has no len"),
+    ({**OPTIONS, "async_scheduling": True}, 'leave async_scheduling .* out, or use drafter="device"'),
+]
+ON_HOST = "is on the host and needs vLLM's V1 .*: unset VLLM_USE_V2_MODEL_RUNNER, or leave drafter out"
+OF_V2 = [
+    (unchecked(drafter_options={"max_history_tokens": 9}), "'device' does not take 'max_history_tokens'"),
+    (unchecked(drafter_options={"max_resident_tokens": 0}), "max_resident_tokens must be at least 1"),
+    (engine_kwargs(drafter="ngram"), f"drafter='ngram' {ON_HOST}"),
+    (engine_kwargs(drafter="tests.adversaries.FiveMethods"), f"drafter='tests.adversaries.FiveMethods' {ON_HOST}"),
+    ({**OPTIONS, "use_fp64_gumbel": True}, "use_fp64_gumbel"),  # V1 has its noise from elsewhere
+]
+ERRORS = [
+    *(OF_V2 if IS_V2 else OF_V1),
     (unchecked(drafter="suffixx"), "unknown drafter 'suffixx'.*did you mean 'suffix'"),
     (unchecked(num_speculativ_tokens=4), "did you mean 'num_speculative_tokens'"),
     (unchecked(num_speculative_tokens=4), "make them equal"),
     (unchecked(speculation=False), "speculation=False"),
-    (
-        unchecked(drafter="device", drafter_options={"min_survival": 0.1}),
-        "min_survival" if IS_V2 else "V2 model runner",
-    ),
-    (unchecked(drafter="device", drafter_options={"max_resident_tokens": 0}), "max_resident_tokens|V2 model runner"),
-    (engine_kwargs(drafter="tests.adversaries.RaisesWhenBuilt"), "has no len"),
     ({**OPTIONS, "additional_config": {"rollout_spec": True}}, "must be a dict"),
     ({"additional_config": {"rolout_spec": {}}}, "did you mean 'rollout_spec'"),
     ({"additional_config": {"rollout_spec": {}}}, "speculative_config is missing"),
     ({**OPTIONS, "speculative_config": {**PROPOSER, "model": PROPOSER_PATH + "s"}}, f"did you mean '{PROPOSER_PATH}'"),
     ({**OPTIONS, "speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}, "can draft beside history"),
     ({**OPTIONS, "runner": "pooling"}, "this one pools"),
-    ({**OPTIONS, "async_scheduling": True}, 'leave async_scheduling .* out, or use drafter="device"'),
-    *([({**OPTIONS, "use_fp64_gumbel": True}, "use_fp64_gumbel")] if IS_V2 else []),  # V1 has its noise from elsewhere
     ({**OFF, "logits_processors": ["tests.adversaries:KeepAll"]}, "KeepAll"),
 ]
 
@@ -86,6 +92,7 @@ def test_scores_of_chosen_tokens_are_refused(tiny_model, options):
         generate(build(tiny_model, **options), [SamplingParams(logprob_token_ids=[5])])
 
 
+@pytest.mark.skipif(IS_V2, reason="a drafter on the host")
 def test_five_methods_are_enough_for_a_drafter(tiny_model, off):
     llm = build(tiny_model, **verify_all(num_speculative_tokens=4, drafter="tests.adversaries.FiveMethods"))
     params = mixed_params(6, 5, max_tokens=20)
@@ -110,7 +117,7 @@ def test_vllm_that_will_not_load_the_plugin(monkeypatch):
     [
         ("VLLM_USE_RUST_FRONTEND", "1", OPTIONS),
         ("VLLM_USE_RUST_FRONTEND", "1", OFF),
-        ("VLLM_GPU_SYNC_CHECK", "error", OPTIONS),
+        *([] if IS_V2 else [("VLLM_GPU_SYNC_CHECK", "error", OPTIONS)]),
     ],
 )
 def test_environments_in_which_the_engine_could_not_work(tiny_model, monkeypatch, variable, value, options):

@@ -17,6 +17,7 @@ from rollout_spec import engine_kwargs
 from rollout_spec.noise import host as noise
 from tests.integrations.draft_models import write_eagle_head
 from tests.integrations.engines import (
+    DEVICE,
     IS_V2,
     MIXES_MASKS,
     RESIDENT,
@@ -104,8 +105,7 @@ if MIXES_MASKS:
 GROUPS = {"fast": FAST, "processed": PROCESSED, "scored": SCORED}
 ROWS = [(group, name) for group, rows in GROUPS.items() for name in rows]
 KINDS = ("greedy", "sampled")
-ON_DEVICE = ("device", "adaptive") if IS_V2 else ()
-DRAFTING = ("history", "adversary", *WITH_MODEL, *ON_DEVICE)
+DRAFTING = (*(("device", "adaptive") if IS_V2 else ("history", "adversary")), *WITH_MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -117,19 +117,15 @@ def engines(tiny_model, tmp_path_factory):
         "without drafts": engine_kwargs(speculation=False),
         "history": verify_all(**every_draft(3)),
         "adversary": verify_all(num_speculative_tokens=3, drafter="tests.adversaries.Adversary"),
+        "device": verify_all(num_speculative_tokens=3, **DEVICE),
         "model": engine_kwargs(num_speculative_tokens=3, speculative_config=eagle, **resident),
         "vLLM's own": {},
     }
-    if IS_V2:
-        named["device"] = verify_all(num_speculative_tokens=3, drafter="device", **resident)
-    if not WITH_MODEL:
-        del named["model"]
-    built = {name: build(tiny_model, **arguments) for name, arguments in named.items()}
+    wanted = ["without drafts", *(name for name in DRAFTING if name != "adaptive"), "vLLM's own"]
+    built = {name: build(tiny_model, **named[name]) for name in wanted}
     if IS_V2:
         with adaptive.as_on_a_gpu():
-            built["adaptive"] = build(
-                tiny_model, **engine_kwargs(num_speculative_tokens=3, drafter="device", **resident)
-            )
+            built["adaptive"] = build(tiny_model, **engine_kwargs(num_speculative_tokens=3, **DEVICE))
         adaptive.set_costs(runner_of(built["adaptive"]), lambda num_tokens: 50.0 + num_tokens)
     return built
 

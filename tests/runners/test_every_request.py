@@ -45,10 +45,11 @@ pytestmark = pytest.mark.engine
 K = 4
 ADVERSARY = verify_all(num_speculative_tokens=K, drafter="tests.adversaries.Adversary")
 ON_DEVICE = verify_all(num_speculative_tokens=K, **DEVICE)
-DRAFTING = ["history", "adversary", *WITH_MODEL, *(["device"] if IS_V2 else [])]
+DRAFTING = [*(["device"] if IS_V2 else ["history", "adversary"]), *WITH_MODEL]
 LEARNING = [name for name in DRAFTING if name != "adversary"]
 ONE = ON_DEVICE if IS_V2 else ADVERSARY
 """For what needs engines of its own."""
+only_v1 = pytest.mark.skipif(IS_V2, reason="the drafter is on the host")
 
 LENGTH = 48
 SMALL = {
@@ -73,8 +74,8 @@ def engines(tiny_model, tmp_path_factory):
         "nothing": engine_kwargs(speculation=False),
         "history": verify_all(**every_draft(K)),
         "adversary": ADVERSARY,
+        "device": ON_DEVICE,
         "model": engine_kwargs(num_speculative_tokens=K, **with_model),
-        **({"device": ON_DEVICE} if IS_V2 else {}),
     }
     return {name: build(tiny_model, **SMALL, **options[name]) for name in ["nothing", *DRAFTING]}
 
@@ -101,7 +102,7 @@ def test_more_requests_than_places(engines, off, reference_model, name):
         assert_same(generate(llm, asked, prompts), expected, prompts, asked, reference_model)
         missing = Counter(tokens_of(expected)) - Counter(kept_by(llm)[known:])
         # Scheduled asynchronously, a request may end while it is preempted, and leaves no rollout.
-        assert missing.total() <= (IS_V2 and name in ("device", "model"))
+        assert missing.total() <= IS_V2
     stats = stats_of(llm)
     assert min(stats["accepted_tokens"], stats["rejected_tokens"]) > 10
     assert stats["drafter_errors"] == 0
@@ -134,7 +135,7 @@ def test_switched_off_and_on_again(engines, off, reference_model, name):
         llm.collective_rpc("rollout_spec", args=("set_enabled", enabled))
         before, graded = stats_of(llm)["draft_tokens"], session_of(llm).source_counts()
         assert_same(generate(llm, asked, prompts), expected, prompts, asked, reference_model)
-        if not (IS_V2 and name in ("model", "device")):  # whose slots vLLM schedules all the same
+        if not IS_V2:  # which schedules the slots all the same
             assert (stats_of(llm)["draft_tokens"] > before) == enabled
         if name in LEARNING:
             assert (session_of(llm).source_counts() != graded) == enabled
@@ -157,6 +158,7 @@ def test_the_drafter_is_told_what_the_target_saw(engines, reference_model, name)
     assert num_unknown == 0
 
 
+@only_v1
 def test_indexing_while_the_device_computes(engines, off, reference_model, monkeypatch):
     """As on a device: what was sampled waits until the next step runs."""
     llm, asked, indexed = engines["history"], params(5), []
@@ -170,18 +172,18 @@ def test_indexing_while_the_device_computes(engines, off, reference_model, monke
     assert sum(indexed) > 50
 
 
-@pytest.mark.parametrize("drafter", ["tests.adversaries.Adversary", *(["device"] if IS_V2 else [])])
-def test_rejection_sampling_keeps_the_history_straight(tiny_model, drafter):
-    options = RESIDENT if drafter == "device" else {}
-    llm = build(tiny_model, **verify_all(num_speculative_tokens=K, drafter=drafter, verify="rejection", **options))
+def test_rejection_sampling_keeps_the_history_straight(tiny_model):
+    options = DEVICE if IS_V2 else {"drafter": "tests.adversaries.Adversary"}
+    llm = build(tiny_model, **verify_all(num_speculative_tokens=K, verify="rejection", **options))
     outputs = generate(llm, params(7, 4))
     assert [len(output.token_ids) for output in outputs] == [24] * 4
     assert not Counter(tokens_of(outputs)) - Counter(kept_by(llm))
-    if drafter == "device":
+    if IS_V2:
         without_noise, with_noise = session_of(llm).drafter._counts.view(2, -1).sum(1).tolist()
         assert without_noise > with_noise == 0, "its drafts ignore the noise"
 
 
+@only_v1
 @pytest.mark.parametrize("drafter", ["history", "tests.adversaries.Adversary"])
 def test_a_budget_changes_no_rollout(tiny_model, off, reference_model, drafter):
     """It learns what steps of so many tokens take, which differs from run to run."""

@@ -82,58 +82,45 @@ def captured(tiny_model, monkeypatch):
     return capture
 
 
-K4 = engine_kwargs(num_speculative_tokens=4)
-PLAIN, BOTH = {(1, None): (256, 256)}, {(1, None): (256, 256), (5, None): (1280, 256)}
+K4 = engine_kwargs(num_speculative_tokens=4, drafter="device", budget=False)
+PLAIN = {(1, None): (256, 256)}
 
 
 @pytest.mark.parametrize(
-    ("options", "support", "expected"),
-    [
-        (K4, ("ALWAYS",), {(None, 5): (1280, 256)}),
-        (K4, ("UNIFORM_BATCH",), BOTH),
-        (K4, ("ALWAYS", "UNIFORM_BATCH"), BOTH),  # every group of attention layers must take any lengths
-        ({}, ("ALWAYS",), PLAIN),
-        (engine_kwargs(speculation=False), ("ALWAYS",), PLAIN),
-    ],
+    ("options", "expected"), [(K4, {(5, None): (1280, 256)}), ({}, PLAIN), (engine_kwargs(speculation=False), PLAIN)]
 )
-def test_whole_steps_are_captured_with_drafts_of_any_lengths_or_without(captured, options, support, expected):
-    assert captured(options, *support) == expected
+def test_whole_steps_are_captured_with_whole_drafts_or_without(captured, options, expected):
+    assert captured(options, "UNIFORM_BATCH") == expected
 
 
-def test_for_one_request_whole_drafts_are_captured(captured):
-    assert captured(K4, "UNIFORM_BATCH", max_num_seqs=1) == {(5, None): (5, 1)}
+def test_for_one_request_its_drafts_are_captured(captured):
+    assert captured(engine_kwargs(num_speculative_tokens=4), "UNIFORM_BATCH", max_num_seqs=1) == {(4, None): (4, 1)}
 
 
-@pytest.mark.parametrize(("drafter", "share"), [("history", 1), ("device", 1), ("device", 1 / 16)])
+@pytest.mark.parametrize("share", [1, 1 / 16])
 @pytest.mark.parametrize("k", [1, 4, 7, 8, 16])
 @pytest.mark.parametrize("max_num_seqs", [32, 59, 96, 256])
-def test_a_whole_graph_serves_every_step_of_equal_drafts(captured, monkeypatch, drafter, share, k, max_num_seqs):
-    """Those of the host's drafter without drafts and with whole ones; a graph without attention every other step.
-
-    A token of a mixture of experts uses a share of them.
-    """
+def test_a_whole_graph_serves_every_step_of_equal_drafts(captured, monkeypatch, share, k, max_num_seqs):
+    """A token of a mixture of experts uses a share of them."""
     monkeypatch.setattr(hooks, "share_of_experts", lambda vllm_config: share)
-    options = engine_kwargs(drafter=drafter, num_speculative_tokens=k)
+    options = engine_kwargs(drafter="device", num_speculative_tokens=k)
     manager = captured.manager_of(options, "UNIFORM_BATCH", max_num_seqs=max_num_seqs)
     manager._graphs_captured = True
     ranges = step_sizes.affordable_ranges(k, share_of_experts=share)
     of_batch = build_dynamic_sd_schedule_lookup(ranges, max_num_seqs, k)
     whole, replayed = manager._capture_descs[CUDAGraphMode.FULL], set()
     for num_requests in range(1, max_num_seqs + 1):
-        for width in {1, 1 + (k if drafter == "history" else of_batch[num_requests])}:
+        for width in {1, 1 + of_batch[num_requests]}:
             num_tokens = num_requests * width
             largest = max(desc.num_tokens for desc in whole if desc.uniform_token_count == width)
             if num_tokens > largest:
-                assert num_requests > max_num_seqs - 8 or (drafter == "history" and width > 1)
+                assert num_requests > max_num_seqs - 8
                 continue
             found = manager.dispatch(num_requests, num_tokens, width, 0)
             assert (found.cg_mode, found.uniform_token_count) == (CUDAGraphMode.FULL, width), num_requests
             assert found.num_tokens < 1.2 * num_tokens + 2 * 8 * width
             replayed.add(found)
-        if drafter == "history":
-            assert manager.dispatch(num_requests, num_requests + 1, None, 0).cg_mode == CUDAGraphMode.PIECEWISE
-    if drafter == "device":
-        assert replayed == set(whole), "nothing else is captured"
+    assert replayed == set(whole), "nothing else is captured"
 
 
 @pytest.mark.parametrize("k", [4, 8, 16])

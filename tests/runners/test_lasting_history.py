@@ -1,4 +1,4 @@
-"""History that lasts and is shared, through a folder: drafters on the host, and in V2 on the device."""
+"""History that lasts and is shared, through a folder."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tests.history.made_up import rollouts_in
 from tests.integrations.engines import (
     DEVICE,
     IS_V2,
+    OF_RUNNER,
     PLAIN,
     assert_same,
     build,
@@ -25,12 +26,9 @@ from tests.integrations.engines import (
 
 pytestmark = pytest.mark.engine
 
-DRAFTING = [{}, DEVICE] if IS_V2 else [{}]
 
-
-@pytest.mark.parametrize("options", DRAFTING, ids=["host", "device"][: len(DRAFTING)])
-def test_history_lasts_and_is_shared(tiny_model, off, reference_model, tmp_path, options):
-    options = verify_all(num_speculative_tokens=3, history_dir=str(tmp_path), **options)
+def test_history_lasts_and_is_shared(tiny_model, off, reference_model, tmp_path):
+    options = verify_all(num_speculative_tokens=3, history_dir=str(tmp_path), **OF_RUNNER)
     engines = [build(tiny_model, max_num_seqs=6, **options) for _ in range(2)]
     params = mixed_params(6, 1, max_tokens=20, **PLAIN)
     expected = generate(off, params)

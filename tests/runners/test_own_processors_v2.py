@@ -7,7 +7,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
-from tests.integrations.engines import build, generate, stats_of, verify_all
+from tests.integrations.engines import DEVICE, build, generate, stats_of, verify_all
 
 pytestmark = pytest.mark.engine
 
@@ -20,11 +20,10 @@ class NoOddTokens(LogitsProcessor):
         return logits
 
 
-@pytest.mark.parametrize("drafter", ["history", "device"])
-def test_they_are_applied_to_drafted_positions_too(tiny_model, drafter):
+def test_they_are_applied_to_drafted_positions_too(tiny_model):
     own = {"logits_processors": [f"{__name__}:NoOddTokens"]}
     stock = build(tiny_model, **own)
-    ours = build(tiny_model, **own, **verify_all(num_speculative_tokens=3, drafter=drafter))
+    ours = build(tiny_model, **own, **verify_all(num_speculative_tokens=3, **DEVICE))
     params = [SamplingParams(seed=seed, max_tokens=20, ignore_eos=True) for seed in range(6)]
     for _ in range(2):  # the second time there is history
         expected, found = (

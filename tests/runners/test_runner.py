@@ -10,11 +10,12 @@ import vllm
 
 from rollout_spec import engine_kwargs
 from rollout_spec.integrations.vllm.compat import is_v2_too_old
-from tests.integrations.engines import IS_V2, build, generate, mixed_params, runner_of, stats_of
+from tests.integrations.engines import IS_V2, OF_RUNNER, build, generate, mixed_params, runner_of, stats_of
 
 pytestmark = pytest.mark.engine
 
-BOTH = (engine_kwargs(), engine_kwargs(speculation=False))
+OFF = engine_kwargs(speculation=False)
+BOTH = (engine_kwargs(**OF_RUNNER), OFF)
 
 
 def test_an_engine_has_its_runner(tiny_model):
@@ -29,7 +30,11 @@ def test_an_engine_has_its_runner(tiny_model):
         assert type(runner.rollout_spec).__name__ == ("RunnerAdapterV2" if IS_V2 else "RunnerAdapterV1")
         assert not IS_V2 or type(runner.sampler).__name__ == "VerifyingSampler"
         generate(llm, mixed_params(3, 1, max_tokens=5, ignore_eos=True), [[1, *range(4, 24), 9]] * 3)
-        assert stats_of(llm)["emitted_tokens"] == 3 * 5, "chunks of prompts emit nothing"
+        emitted = stats_of(llm)["emitted_tokens"]
+        if IS_V2 and options is not OFF:  # a step ahead of the host, which does not know where requests have ended
+            assert 3 * 5 <= emitted <= 3 * (5 + 9)
+        else:
+            assert emitted == 3 * 5, "chunks of prompts emit nothing"
 
 
 def test_an_engine_that_does_not_ask_for_us_is_not_touched(tiny_model):

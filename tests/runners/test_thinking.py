@@ -10,20 +10,19 @@ import pytest
 pytest.importorskip("vllm")
 
 from rollout_spec import engine_kwargs
-from tests.integrations.engines import DEVICE, IS_V2, PLAIN, build, generate, mixed_params, stats_of, verify_all
+from tests.integrations.engines import IS_V2, OF_RUNNER, PLAIN, build, generate, mixed_params, stats_of, verify_all
 
 pytestmark = pytest.mark.engine
 
 BEGIN = 7  # the id of w3
-ON_DEVICE = verify_all(num_speculative_tokens=3, **DEVICE)
-DRAFTING = [verify_all(num_speculative_tokens=4), *([ON_DEVICE] if IS_V2 else [])]
+DRAFTING = verify_all(num_speculative_tokens=3, **OF_RUNNER)
 
 
 @pytest.fixture(scope="module", params=["w5 w6", pytest.param("w5", marks=pytest.mark.exhaustive)])
 def engines(request, tiny_model):
-    """One that drafts nothing, stock vLLM's where its noise does not matter, and those that draft."""
+    """One that drafts nothing, stock vLLM's where its noise does not matter, and one that drafts."""
     settings = {"reasoning_config": {"reasoning_start_str": "w3", "reasoning_end_str": request.param}}
-    options = [engine_kwargs(speculation=False), {}, *DRAFTING]
+    options = [engine_kwargs(speculation=False), {}, DRAFTING]
     return [build(tiny_model, max_num_seqs=8, **settings, **arguments) for arguments in options]
 
 
@@ -44,24 +43,23 @@ def said_by(llm, params, prompts):
 
 @pytest.mark.parametrize("begins", ["in the prompt", "by the model"])
 def test_thinking_ends_where_the_budget_does(engines, begins):
-    plain, stock, *drafting = engines
+    plain, stock, drafting = engines
     prompts, params = requests_of(begins, temperature=0.0)
     expected = said_by(plain, params, prompts)
     assert said_by(stock, params, prompts) == expected
     prompts, params = requests_of(begins)
     expected = said_by(plain, params, prompts)
-    for llm in drafting:
-        if not IS_V2:
-            steps = stats_of(llm)["steps"]
-            with pytest.raises(ValueError, match="thinking_token_budget, use the V2 runner .*, or set spec"):
-                generate(llm, params, prompts)
-            assert stats_of(llm)["steps"] == steps, "before anything is generated"
-            assert not llm.llm_engine.has_unfinished_requests()
-            assert said_by(llm, params[1::2], prompts[1::2]) == expected[1::2], "the others are served"
-            continue
+    if IS_V2:
         for _ in range(2):  # the second time history knows them
-            assert said_by(llm, params, prompts) == expected
-        assert stats_of(llm)["accepted_tokens"] > 0
+            assert said_by(drafting, params, prompts) == expected
+        assert stats_of(drafting)["accepted_tokens"] > 0
+    else:
+        steps = stats_of(drafting)["steps"]
+        with pytest.raises(ValueError, match="thinking_token_budget, use the V2 runner .*, or set spec"):
+            generate(drafting, params, prompts)
+        assert stats_of(drafting)["steps"] == steps, "before anything is generated"
+        assert not drafting.llm_engine.has_unfinished_requests()
+        assert said_by(drafting, params[1::2], prompts[1::2]) == expected[1::2], "the others are served"
     without = []
     for fixed in ({"temperature": 0.0}, {}):
         prompts, params = requests_of(begins, **fixed)

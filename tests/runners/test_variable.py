@@ -8,7 +8,6 @@ pytest.importorskip("vllm")
 
 from vllm import SamplingParams
 
-from rollout_spec.integrations.vllm import config as engine_config
 from rollout_spec.integrations.vllm import hooks
 from tests.integrations.engines import IS_V2, build, set_step_times, stats_of
 
@@ -34,12 +33,6 @@ FRAMEWORKS = {
 }  # fmt: skip
 """What they pass to vLLM and the tests' engines do not have anyway; sleep mode needs a GPU."""
 WITH_SALTS = ("SkyRL", "prime-rl")
-
-
-@pytest.fixture(autouse=True)
-def a_gpu_for_v2(monkeypatch):
-    """On a GPU the drafter of V2 is on the device."""
-    monkeypatch.setattr(engine_config, "has_gpu", lambda: IS_V2)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

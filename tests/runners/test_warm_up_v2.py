@@ -18,12 +18,22 @@ from rollout_spec.drafters.model import choice_device
 from rollout_spec.integrations.vllm.plugin import HOOKS
 from rollout_spec.verify import kernel
 from tests.integrations.draft_models import write_eagle_head
-from tests.integrations.engines import build, generate, mixed_params, prompts_of, runner_of, stats_of, verify_all
+from tests.integrations.engines import (
+    DEVICE,
+    build,
+    generate,
+    mixed_params,
+    prompts_of,
+    runner_of,
+    stats_of,
+    verify_all,
+)
 from tests.launches import ours, recorded_variants
 
 pytestmark = pytest.mark.engine
 
 K = 4
+ON_DEVICE = verify_all(num_speculative_tokens=K, **DEVICE)
 OURS = ours(kernel, kernels, choice_device)
 
 
@@ -57,7 +67,7 @@ class Worker:
         return self.determine_available_memory()
 
 
-@pytest.mark.parametrize("options", [verify_all(num_speculative_tokens=K), engine_kwargs(speculation=False)])
+@pytest.mark.parametrize("options", [ON_DEVICE, engine_kwargs(speculation=False)])
 def test_memory_is_profiled_with_requests_that_have_no_seeds(tiny_model, options):
     llm = build(tiny_model, **options)
     runner = runner_of(llm)
@@ -75,7 +85,7 @@ def test_memory_is_profiled_with_requests_that_have_no_seeds(tiny_model, options
 
 def test_vllms_own_profiling_as_on_a_gpu(tiny_model, monkeypatch):
     """From 0.33 on it adds requests, though not on a CPU."""
-    runner = runner_of(build(tiny_model, **verify_all(num_speculative_tokens=K)))
+    runner = runner_of(build(tiny_model, **ON_DEVICE))
     if hasattr(model_runner, "current_platform"):
         monkeypatch.setattr(model_runner, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     hidden = torch.zeros(3, runner.vllm_config.model_config.get_hidden_size())
@@ -87,14 +97,7 @@ def test_vllms_own_profiling_as_on_a_gpu(tiny_model, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        verify_all(num_speculative_tokens=K),
-        verify_all(num_speculative_tokens=K, drafter="device"),
-        engine_kwargs(speculation=False),
-        "model",
-    ],
-    ids=["host", "device", "off", "model"],
+    "options", [ON_DEVICE, engine_kwargs(speculation=False), "model"], ids=["device", "off", "model"]
 )
 def test_nothing_is_compiled_while_the_engine_serves(tiny_model, options, monkeypatch, tmp_path):
     """Whatever requests there are, with and without drafts, in chunks of prompts and switched off.

@@ -124,7 +124,8 @@ def describe(model, arguments):
     vllm_config, speculative = runner.vllm_config, runner.vllm_config.speculative_config
     config, is_synchronous = config_of(vllm_config), not vllm_config.scheduler_config.async_scheduling
     ranges = speculative.num_speculative_tokens_per_batch_size or [(1, 1, speculative.num_speculative_tokens)]
-    how = "adaptive" if runner.adaptive_verification else "a budget" if config.drafts_on_host else "a schedule"
+    how = "a budget" if config.drafts_on_host else "a schedule" if config.budget else "all"
+    how = "adaptive" if runner.adaptive_verification else how
     tables = device.DeviceSpeculator(vllm_config, torch.device("meta")).memory_bytes() if config.drafts_on_device else 0
     return [
         f"drafter      {config.drafter}, up to {max(k for *_, k in ranges)} tokens, {tables / 2**20:.1f} MiB of tables",

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import random
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm")
 
+import vllm
+
 from rollout_spec import cli, engine_kwargs
+from rollout_spec.integrations.vllm.compat import is_v2_too_old
 from tests.conftest import wait_until
-from tests.integrations.engines import build, every_draft, generate, mixed_params, own_processes
+from tests.integrations.engines import RESIDENT, build, every_draft, generate, mixed_params, own_processes
 from tests.integrations.server import PROMPT, Server
 from tests.integrations.vllm.test_stop_strings import stopping_params
 
@@ -134,3 +139,32 @@ def test_two_engines_draft_and_only_seeds_make_copies(tiny_model, tmp_path):
         assert min(server.metric("spec_decode_num_accepted_tokens_total", engine) for engine in (0, 1)) > 20
     finally:
         server.stop()
+
+
+@pytest.mark.skipif(is_v2_too_old(vllm.__version_tuple__), reason="no V2 runner")
+def test_two_engines_in_v2_draft_equally_many_tokens(tiny_model, tmp_path):
+    """In every step, as engines of a mixture of experts wait for each other; kernels are emulated."""
+    root = Path(__file__).parents[3]
+    path = os.pathsep.join((str(root / "tests" / "gpu_stand_in"), str(root)))
+    server = Server(
+        tiny_model,
+        tmp_path / "log",
+        arguments={"data-parallel-size": 2, "max-num-seqs": 64},
+        environment={"VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": path},
+        **RESIDENT,
+    )
+    try:
+        with ThreadPoolExecutor(8) as clients:
+            bodies = [{"max_tokens": 24, "ignore_eos": True, "seed": 7}] * 16
+            texts = {
+                tuple(answer["choices"][0]["token_ids"])
+                for answer in clients.map(lambda b: server.complete(**b), bodies)
+            }
+        assert len(texts) == 1
+        for engine in (0, 1):
+            drafts = server.metric("spec_decode_num_drafts_total", engine)
+            assert server.metric("spec_decode_num_draft_tokens_total", engine) == 3 * drafts > 0
+            assert server.metric("spec_decode_num_accepted_tokens_total", engine) > 0
+    finally:
+        server.stop()
+    assert (tmp_path / "log").read_text().count("3 draft tokens for every request, as data-parallel engines") == 1

@@ -74,8 +74,10 @@ def a_session(
 
 
 def schedule(session, requests):
-    """Requests are scheduled, by name; again and again as after preemptions."""
-    session.start_requests([SimpleNamespace(**{**vars(request), "req_id": name}) for name, request in requests.items()])
+    """Requests are scheduled, by name. Those that are live already are started again with a longer prompt only."""
+    lengths = {name: live.conversation.length for name, live in session.live.items()}
+    new = {name: r for name, r in requests.items() if len(r.prompt_token_ids or ()) != lengths.get(name)}
+    session.start_requests([SimpleNamespace(**{**vars(request), "req_id": name}) for name, request in new.items()])
 
 
 def advance(
