@@ -74,13 +74,6 @@ class Drafter(Protocol):
             ValueError: `req_id` is not live.
         """
 
-    def begin_policy_version(self, version: int) -> None:
-        """Announce that requests started from now on are sampled by a new policy.
-
-        Raises:
-            ValueError: `version` is lower than the present one.
-        """
-
 
 class BatchDrafter(Drafter, Protocol):
     """A drafter that engines call once per step, whatever the number of requests: without an object for each of them.

@@ -46,7 +46,7 @@ REGISTRY: dict[str, Entry] = {
 }
 DRAFTERS = tuple(name for name, entry in REGISTRY.items() if not entry.on_device)
 """The built-in drafters on the host."""
-REQUIRED_METHODS = ("start_request", "extend", "propose", "stop_request", "begin_policy_version")
+REQUIRED_METHODS = ("start_request", "extend", "propose", "stop_request")
 """What a drafter of a user's own must have."""
 REMOVED_OPTIONS = {"num_threads": "the drafter on the host runs in one thread: leave it out"}
 """Options of 0.3.0 that are gone, and what to do; their errors can go with 0.5.0."""

@@ -77,9 +77,6 @@ class RepeatDrafter:
         del self._texts[req_id]
         self._drafted.pop(req_id, None)
 
-    def begin_policy_version(self, version: int) -> None:
-        """Nothing to do: this drafter keeps no ended rollouts."""
-
     def memory_bytes(self) -> int:
         return 8 * sum(len(text) for text in self._texts.values())
 

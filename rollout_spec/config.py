@@ -58,7 +58,7 @@ class RolloutSpecConfig:
             None: no model, or the engine is given its `speculative_config` by the caller.
         history_dir: A folder, or a URL that fsspec knows, that keeps history: of earlier runs, and of other engines.
         max_history_dir_bytes: Bound on the files in `history_dir`, or a size such as "4GB", which becomes one. The
-            oldest policy versions go first.
+            oldest files go first.
         ignore_cache_salt: Whether requests with a `cache_salt` share history as others do.
 
     Raises:

@@ -43,9 +43,6 @@ class Adversary:
     def stop_request(self, req_id, *, keep=True):
         self.finished.append(self._outputs.pop(req_id))
 
-    def begin_policy_version(self, version):
-        pass
-
     def memory_bytes(self):
         return 0
 
@@ -75,9 +72,6 @@ class FiveMethods(NoDrafter):
     def propose(self, req_ids, max_tokens):
         drafts = zip(map(self._last.get, req_ids), max_tokens, strict=True)
         return [Draft(np.full(limit, token, np.int32), np.ones(limit, np.float32)) for token, limit in drafts]
-
-    def begin_policy_version(self, version):
-        pass
 
 
 class Silent(Adversary):

@@ -46,7 +46,6 @@ def controller(**options):
 def a_drafter():
     """It drafts for request "a"."""
     drafter = HistoryDrafter("suffix", lookahead=True)
-    drafter.begin_policy_version(2)
     drafter.start_request("a", [1, 2, 3, 1, 2], seed=5)
     drafter.extend("a", [3, 1])
     drafter.propose(["a"], np.array([4], np.int32))
@@ -141,7 +140,7 @@ CALLS = [
     (lambda: command("stats", 1), "the rollout_spec command stats, got (1,): too many positional arguments"),
     (lambda: command("set_enabled"), "command set_enabled, got (): missing a required argument: 'enabled'"),
     (lambda: command("set_enabled", 1), "set_enabled: its argument must be a bool, got 1"),
-    (lambda: command("begin_policy_version", 1), "command begin_policy_version, got (1,): too many positional"),
+    (lambda: command("begin_policy_version"), "begin_policy_version is gone: drafts need not be told of new weights"),
     (lambda: generator(llm_kwarg={}), "unknown rollout_spec config key 'llm_kwarg'; did you mean 'llm_kwargs'?"),
     (lambda: variable("{"), "ROLLOUT_SPEC: Expecting property name"),
     (lambda: variable("8"), "ROLLOUT_SPEC: it must be a JSON object. Got 8, an example is ROLLOUT_SPEC="),
@@ -193,8 +192,6 @@ CALLS_OF_A_DRAFTER = [
     (lambda d: d.propose(["a"], [0.5]), "max_tokens must be 1 integers, got float64 [1]"),
     (lambda d: d.stop_request("b"), "request 'b' is not live: start_request comes first"),
     (lambda d: d.stop_request("a", keep=1), "keep must be a bool, got 1"),
-    (lambda d: d.begin_policy_version(1), "policy versions go up, to 2^31 - 1: 1 after 2"),
-    (lambda d: d.begin_policy_version(2**31), "policy versions go up, to 2^31 - 1: 2147483648 after 2"),
 ]
 
 

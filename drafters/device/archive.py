@@ -49,7 +49,6 @@ class Archived:
 
     problem_id: int
     order: int  # number of requests that started before it
-    version: int  # of the policy
     capacity: int  # size of `tokens` while the copy is under way
     tokens: Tensor  # int32: the end of the prompt and the output; after the output unused until `take_copy`
     features: Tensor  # int64 [tokens, FEATURE_WORDS] of them, or [0, FEATURE_WORDS]

@@ -110,7 +110,6 @@ class _Problem:
 class _Live:
     problem: _Problem
     prompt_length: int
-    version: int
     order: int
     """Requests started before it."""
 
@@ -173,7 +172,6 @@ class DeviceDrafter:
         self._largest_piece = max_model_len + 1
         self._use_noise = use_noise
         self._max_resident_tokens, self._max_problem_tokens = max_resident_tokens, max_problem_tokens
-        self._version = 0
 
         num_documents = max_requests + max_resident_tokens // TOKENS_PER_DOCUMENT
         # All live requests may have problems of their own while a rollout of another one comes.
@@ -222,13 +220,7 @@ class DeviceDrafter:
     # -- requests come and go ----------------------------------------------------------------------------------------
 
     def start_request(
-        self,
-        slot: int,
-        prompt_token_ids: Tokens,
-        *,
-        problem_id: int | None = None,
-        version: int | None = None,
-        own_only: bool = False,
+        self, slot: int, prompt_token_ids: Tokens, *, problem_id: int | None = None, own_only: bool = False
     ) -> None:
         """Begin a request in a slot. Its tokens are read from the engine's own copy, by `propose` or `extend`.
 
@@ -237,7 +229,6 @@ class DeviceDrafter:
         Args:
             problem_id: Requests with the same id share history. None: the hash of the prompt; an empty prompt has no
                 problem.
-            version: For a request that was preempted, the policy version that it started under. None: the present one.
             own_only: Draft for it from its own text alone. End it with `keep=False`.
 
         Raises:
@@ -258,8 +249,7 @@ class DeviceDrafter:
         self._idle.pop(problem_id, None)
         problem.num_live += 1
         problem.members.insert(0, slot)
-        version = self._version if version is None else version
-        live = _Live(problem, len(prompt_token_ids), version, self._num_started)
+        live = _Live(problem, len(prompt_token_ids), self._num_started)
         self._live[slot] = live
         self._num_started += 1
         self._changed_problems[problem.row] = problem
@@ -298,8 +288,8 @@ class DeviceDrafter:
         for piece in old_pieces:
             self._pool.release(*piece)
 
-    def preempt_request(self, slot: int) -> int:
-        """Take a preempted request out of its slot. Returns the policy version that it started under.
+    def preempt_request(self, slot: int) -> None:
+        """Take a preempted request out of its slot.
 
         Raises:
             ValueError: the slot is free.
@@ -308,7 +298,6 @@ class DeviceDrafter:
         self._pool.release(*piece)
         live.problem.members.remove(slot)
         self._mark_idle_if_unused(live.problem)
-        return live.version
 
     def stop_requests(self, ended: Sequence[EndedRequest]) -> None:
         """End requests; their rollouts enter the history, unless they are not to be kept.
@@ -370,16 +359,16 @@ class DeviceDrafter:
             tokens, features, size = archived.read()  # of which `size` are the prompt's
             if tokens.size > size:
                 known = features[size:] if self.wants_features else None
-                recorded.append(Rollout(archived.problem_id, archived.version, tokens[:size], tokens[size:], known))
+                recorded.append(Rollout(archived.problem_id, tokens[:size], tokens[size:], known))
         return recorded
 
     def add_rollouts(self, rollouts: Sequence[Rollout]) -> None:
         """Put rollouts into the history that ended elsewhere or earlier. They count as the newest, the last one most.
 
-        Their versions are those of this drafter; later ones than the present count as the present one. They are
-        uploaded, also where no request of their problem is live, as other problems draft from them; problems that have
-        been idle longer make room. If an idle problem's rollout does not fit, the whole problem leaves the device, and
-        is uploaded with all its rollouts when it is needed again, as are those that have left already. O(tokens).
+        They are uploaded, also where no request of their problem is live, as other problems draft from them; problems
+        that have been idle longer make room. If an idle problem's rollout does not fit, the whole problem leaves the
+        device, and is uploaded with all its rollouts when it is needed again, as are those that have left already.
+        O(tokens).
 
         Raises:
             ValueError: features have another shape than their tokens need.
@@ -393,7 +382,6 @@ class DeviceDrafter:
             features = no_features(tokens.size if self.wants_features else 0)
             if self.wants_features and rollout.features is not None:
                 features[rollout.context.size :] = rollout.features
-            version = min(rollout.version, self._version)
             fields = torch.tensor([0, tokens.size, rollout.context.size], dtype=torch.int64)
             texts = torch.from_numpy(tokens), torch.from_numpy(features)
             order = self._num_started
@@ -401,7 +389,7 @@ class DeviceDrafter:
             problem = self._problems.get(rollout.problem_id)
             if problem is None and not self._archive.knows(rollout.problem_id):
                 problem = self._add_problem(rollout.problem_id)
-            archived = Archived(rollout.problem_id, order, version, tokens.size, *texts, fields, None, is_taken=True)
+            archived = Archived(rollout.problem_id, order, tokens.size, *texts, fields, None, is_taken=True)
             self._archive.add(archived)
             if problem is None:
                 continue
@@ -421,18 +409,6 @@ class DeviceDrafter:
         self._texts.tokens[place] = upload(tokens, self._device)
         if self.wants_features:
             self._texts.features[place] = upload(features, self._device)
-
-    def begin_policy_version(self, version: int) -> None:
-        """Announce that requests started from now on are sampled by a new policy.
-
-        Raises:
-            ValueError: `version` is lower than the present one, or does not fit in 31 bits.
-        """
-        if not self._version <= version < 2**31:
-            raise ValueError(f"policy versions go up, to 2^31 - 1: {version} after {self._version}")
-        if version > self._version:
-            self._version = version
-            kernels.discount(self._counts)
 
     def warm_up(
         self,
@@ -572,13 +548,10 @@ class DeviceDrafter:
         rollouts = self._archive.order
         # At once: servers ask every few seconds, and there may be tens of thousands of rollouts.
         fields = torch.stack([rollout.fields for rollout in rollouts]) if rollouts else torch.zeros((0, 3)).long()
-        versions = [rollout.version for rollout in rollouts]
         return {
             "problems": len({rollout.problem_id for rollout in rollouts}),
             "rollouts": len(rollouts),
             "tokens": int((fields[:, 1] - fields[:, 2]).sum()),
-            "oldest_version": min(versions, default=self._version),
-            "newest_version": max(versions, default=self._version),
             "requests": self._num_requests,
             "requests_with_history": self._num_known_requests,
         }
@@ -748,7 +721,7 @@ class DeviceDrafter:
             if live.problem.is_shared:  # others are never looked up again
                 texts = tokens, features, fields
                 problem_id, capacity = live.problem.problem_id, tokens.numel()
-                self._archive.add(Archived(problem_id, live.order, live.version, capacity, *texts, copied))
+                self._archive.add(Archived(problem_id, live.order, capacity, *texts, copied))
 
     def _upload(self, problem: _Problem) -> None:
         """Bring a problem's newest rollouts from the host."""

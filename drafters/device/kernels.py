@@ -830,11 +830,6 @@ def halve_full(counters: Tensor) -> None:
     counters.copy_(torch.where(counters[:, :1] >= constants.MAX_TRIALS, counters // 2, counters))
 
 
-def discount(counters: Tensor) -> None:
-    """Let what was counted under earlier policy versions count less. counters: int32 [n, 2], trials and hits."""
-    counters.copy_((counters * constants.VERSION_DECAY).to(torch.int32))
-
-
 def num_splits(batch: int) -> int:
     """Programs that share one request's scan: the most of SPLITS with which the batch keeps to TARGET_PROGRAMS."""
     return max((n for n in SPLITS if n * batch <= TARGET_PROGRAMS), default=SPLITS[0])

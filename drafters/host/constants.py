@@ -50,7 +50,5 @@ CELLS = 2 * NUM_PROBABILITY_BINS * NUM_LENGTH_BINS
 """Outcomes are counted by whether noise chose, expected probability and match length."""
 PRIOR = 2.0
 """Prior trials of a cell, at the expected probability."""
-VERSION_DECAY = 0.9
-"""Decay of all outcomes when a new policy version begins."""
 MAX_TRIALS = 4096
 """A cell with this many trials is halved, so that confidence follows the policy."""

@@ -78,7 +78,6 @@ class _Request:
     row: int
     document: int
     problem: int
-    version: int
     prompt: _Prompt | None
 
 
@@ -172,7 +171,6 @@ class HistoryDrafter:
         self._unindexed: list[NDArray[np.int64]] = []  # documents whose last tokens are not indexed yet
         self._num_unindexed = 0
         self._max_pending = min(MAX_PENDING, max_history_tokens // 16)
-        self._version = 0
 
     @property
     def max_history_tokens(self) -> int:
@@ -223,7 +221,7 @@ class HistoryDrafter:
         prompt = self._prompt(problem, prompt_tokens, num_known) if prompt_tokens.size else None
         document = self._new_rollout(problem, prompt)
         row = self.table.start(prompt_tokens.size, seed, document)
-        self._live[req_id] = _Request(row, document, problem, self._version, prompt)
+        self._live[req_id] = _Request(row, document, problem, prompt)
 
     def extend(self, req_id: str, new_token_ids: Tokens, features: Features | None = None) -> None:
         live = self._request(req_id)
@@ -378,8 +376,7 @@ class HistoryDrafter:
 
     def add_rollouts(self, rollouts: Sequence[Rollout]) -> None:
         """Put rollouts into the history that ended elsewhere or earlier. They count as the newest, the last one most.
-
-        Their versions are those of this drafter; later ones than the present count as the present one. O(tokens).
+        O(tokens).
 
         Raises:
             ValueError: a token is negative, or features have another shape than their tokens need.
@@ -407,14 +404,6 @@ class HistoryDrafter:
         """Whether there is any history of a problem, or a request of it is live."""
         return problem_id in self._problems
 
-    def begin_policy_version(self, version: int) -> None:
-        version = checks.integer("version", version)
-        if not self._version <= version < 2**31:
-            raise ValueError(f"policy versions go up, to 2^31 - 1: {version} after {self._version}")
-        if version > self._version:
-            self._version = version
-            self._calibration.counts[...] *= constants.VERSION_DECAY
-
     def memory_bytes(self) -> int:
         index = self._index
         arrays: list[NDArray] = [
@@ -429,13 +418,10 @@ class HistoryDrafter:
     def history_summary(self) -> dict[str, int]:
         """What the history of ended rollouts holds, and how many requests found their problem known when they began."""
         documents = self._store.arrays.documents
-        versions = [request.version for request in self._finished]
         return {
             "problems": len({request.problem for request in self._finished}),
             "rollouts": len(self._finished),
             "tokens": int(documents[[request.document for request in self._finished], LENGTH].sum()),
-            "oldest_version": min(versions, default=self._version),
-            "newest_version": max(versions, default=self._version),
             "requests": self._num_requests,
             "requests_with_history": self._num_known_requests,
         }
@@ -517,13 +503,12 @@ class HistoryDrafter:
         """Put rollouts that were checked into the history, and drop the oldest ones until the bound holds."""
         documents = []
         for rollout in rollouts:
-            version = min(rollout.version, self._version)
             problem = self._problem(rollout.problem_id)
             context, prompt = rollout.context, None
             if context.size:
                 prompt = self._prompt(problem, context, context.size)
             document = self._new_rollout(problem, prompt)
-            self._finished.append(_Request(-1, document, problem, version, prompt))
+            self._finished.append(_Request(-1, document, problem, prompt))
             documents.append(document)
         known = None
         if self.wants_features and any(rollout.features is not None for rollout in rollouts):
@@ -565,7 +550,7 @@ class HistoryDrafter:
         if tokens.size:
             last = request.prompt.documents[-1] if request.prompt else -1
             context = self._store.text_before_end(last, constants.MAX_DEPTH) if last >= 0 else tokens[:0]
-            self._recorded.append(Rollout(problem_id, request.version, context, tokens, features))
+            self._recorded.append(Rollout(problem_id, context, tokens, features))
 
     def _remove(self, request: _Request) -> None:
         """Take a rollout out of the index, and its prompt if no other rollout has the same."""

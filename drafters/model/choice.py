@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.drafters.host.constants import VERSION_DECAY
 from rollout_spec.drafters.host.requests import RequestTable
 from rollout_spec.jit.compiler import njit
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Float32Array, Int32Array
@@ -68,10 +67,6 @@ class DraftChoice:
         num_model = model.token_ids.shape[1]
         is_full = requests.is_model[rows] & (requests.num_offered[rows] == num_model) & (room > num_model)
         return np.flatnonzero(is_full)
-
-    def begin_policy_version(self) -> None:
-        """The target has changed, and may agree less with the model: what is learned from now on counts more."""
-        self.counts *= VERSION_DECAY
 
     def model_counts(self) -> tuple[int, int]:
         """(drafted tokens of the model that were reached, those that were right), older ones discounted."""

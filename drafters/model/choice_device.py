@@ -201,10 +201,6 @@ class DeviceChoice:
             kernels.halve_full(self.counts)
         return drafts, rates, is_model
 
-    def begin_policy_version(self) -> None:
-        """As `choice.DraftChoice.begin_policy_version`."""
-        kernels.discount(self.counts)
-
     def model_counts(self) -> tuple[int, int]:
         """As `choice.DraftChoice.model_counts`. Waits for the device."""
         reached, right = self.counts.sum(0).tolist()

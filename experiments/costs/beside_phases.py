@@ -41,7 +41,6 @@ def simulated(shape: str, gpu: str, mode: str, batch: int, k: int) -> list[dict[
         rollouts = [r._replace(problem_id=p) for r, p in zip(phase.rollouts, phase.problems, strict=True)]
         context = float(np.mean([rollout.mean_context for rollout in rollouts]))
         cost = step_cost(SHAPES[shape], gpu, drafts=mode == "device", context=context)
-        drafter.begin_policy_version(number)
         steps = sum_up(list(simulate(rollouts, drafter, policy, cost, num_speculative_tokens=k, batch=batch)))
         tokens = (steps.tokens - len(rollouts)) / steps.request_steps
         found.append({"seconds": round(steps.seconds, 2), "steps": steps.steps, "tokens_per_step": round(tokens, 3)})

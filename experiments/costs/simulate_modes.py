@@ -92,8 +92,6 @@ def filled(earlier: Sequence[Rollout], **options: Any) -> Drafter:
     drafter = build_drafter("suffix", max_draft_tokens=K, **options)
     for rollout in earlier:
         add_rollout(drafter, rollout)
-    if earlier:
-        drafter.begin_policy_version(1)
     return drafter
 
 

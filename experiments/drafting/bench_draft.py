@@ -99,7 +99,6 @@ def memory(problems: list[list[Rollout]], name: str) -> dict[str, Any]:
         for rollout in problem[: len(problem) // 2]:
             add_rollout(drafter, rollout._replace(features=None))
             tokens += rollout.token_ids.size
-    drafter.begin_policy_version(1)
     drafter.check_integrity()
     row = {"drafter": name, "history_tokens": tokens, "bytes_per_history_token": drafter.memory_bytes() / tokens}
     print(*row.values())

@@ -41,7 +41,6 @@ def main() -> None:
             drafter = build_drafter("history", max_draft_tokens=K, min_survival=0.0)
             for earlier in (old for part, _ in parts for old in part[:SAMPLES] if old.problem_id in problems):
                 add_rollout(drafter, earlier)
-            drafter.begin_policy_version(1)
             policy = Adaptive(measured_by_vllm(SHAPES[MODEL], GPU), K, batch)
             cost = step_cost(SHAPES[MODEL], GPU, drafts=True)
             steps = simulate(rollouts, drafter, policy, cost, num_speculative_tokens=K, batch=batch)

@@ -27,9 +27,6 @@ from rollout_spec.types import Draft, Int32Array
 class StatelessDrafter:
     """No-op methods for a drafter that keeps no index."""
 
-    def begin_policy_version(self, version: int) -> None:
-        pass
-
     def check_integrity(self) -> None:
         pass
 

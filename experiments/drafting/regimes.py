@@ -103,8 +103,6 @@ def replay(
     for earlier, _ in parts:
         for rollout in earlier[:max_samples]:
             add_rollout(decoder.drafting.drafter, rollout)
-    if regime == "epoch":
-        drafter.begin_policy_version(1)
     keep = regime in ("finished", "inflight")
     for wave in waves([live[:max_samples] for _, live in parts if live], regime, batch):
         for rollout in wave:

@@ -202,8 +202,6 @@ def serve(
         if batch != last_batch:
             watched.forget_other_problems()
         last_batch, phase = batch, phases[batch, name]
-        if is_ours:  # new weights
-            command(llm, "begin_policy_version")
         before = command(llm, "stats") if is_ours else None
         watched.clear()
         started = time.perf_counter()

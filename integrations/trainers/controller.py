@@ -1,4 +1,4 @@
-"""What any trainer needs around a vLLM engine that speculates: seeds, policy versions, metrics, reports, a check.
+"""What any trainer needs around a vLLM engine that speculates: seeds, metrics, reports, a check.
 
 Use with any training loop::
 
@@ -60,7 +60,6 @@ class EngineController:
     Attributes:
         llm: The engine, once it is attached.
         model: The trainer's model; set by `begin_run` and `begin_step`.
-        policy_version: Weight synchronisations so far, of unchanged weights, too. `stats()` has the engine's own count.
         logprob_error: (mean, max) absolute difference of log-probabilities at the first generation; NaN if nothing
             could be compared; None before.
         evaluating: Set it to True while an evaluation is generated: its rollouts get drafts, but leave no history.
@@ -89,7 +88,6 @@ class EngineController:
         self.config = config
         self.llm: Any = None
         self.model: Any = None
-        self.policy_version = 0
         self.evaluating = False
         self.logprob_error: tuple[float, float] | None = None
         self._llm_kwargs = dict(llm_kwargs or {})
@@ -127,11 +125,6 @@ class EngineController:
         """Begin a training step, from whose number seeds derive; `model`, if given, replaces that of `begin_run`."""
         self._step, self._num_generations, self._has_steps = checks.integer("step", step, 0), 0, True
         self.model = model if model is not None else self.model
-
-    def begin_policy_version(self) -> None:
-        """Tell the engine that it may have new weights. Once attached, `llm.reset_prefix_cache` calls this."""
-        self.policy_version += 1
-        self._command("begin_policy_version")
 
     def is_evaluating(self) -> bool:
         """Whether an evaluation is generated; a trainer's hook may know by itself."""
@@ -178,7 +171,7 @@ class EngineController:
         self.attach(llm)
 
     def attach(self, llm: Any) -> None:
-        """Wrap `generate`, `chat` and `reset_prefix_cache` of an engine that was built with `engine_kwargs`.
+        """Wrap `generate` and `chat` of an engine that was built with `engine_kwargs`.
 
         Raises RuntimeError if the engine runs without the plugin.
         """
@@ -193,7 +186,7 @@ class EngineController:
             ) from error
         if self.config.speculation:
             self._command("set_enabled", self._enabled)
-        self._engine_generate, chat, reset_prefix_cache = llm.generate, llm.chat, llm.reset_prefix_cache
+        self._engine_generate, chat = llm.generate, llm.chat
 
         def on_generate(prompts: Any, sampling_params: Any = None, *args: Any, **kwargs: Any) -> Any:
             is_one = isinstance(prompts, (str, Mapping)) or (prompts and isinstance(prompts[0], int))
@@ -205,11 +198,7 @@ class EngineController:
             run = functools.partial(chat, messages)
             return self._follow(run, [messages] if is_one else messages, sampling_params, args, kwargs)
 
-        def on_reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
-            self.begin_policy_version()
-            return reset_prefix_cache(*args, **kwargs)
-
-        llm.generate, llm.chat, llm.reset_prefix_cache = on_generate, on_chat, on_reset_prefix_cache
+        llm.generate, llm.chat = on_generate, on_chat
 
     def generate(self, prompts: Any, sampling_params: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         """Run the engine; a subclass may generate in other ways. `sampling_params` holds one per prompt, seeded."""
@@ -296,7 +285,7 @@ class EngineController:
         return self.llm.collective_rpc("rollout_spec", args=(name, *args))[0]
 
     def stats(self) -> dict[str, Any]:
-        """The engine's `SpeculationStats` as a dict, and `drafter_bytes`, `live_requests` and `policy_version`."""
+        """The engine's `SpeculationStats` as a dict, `drafter_bytes` and `live_requests`."""
         return dict(self._command("stats"))
 
     def report(self) -> dict[str, Any]:
@@ -321,7 +310,6 @@ class EngineController:
             "tokens": self._num_tokens,
             "generation_seconds": self._seconds,
             "drafter_mbytes": now["drafter_bytes"] / 1e6,
-            "policy_version": now["policy_version"],
         }
         self._last_stats, self._num_tokens, self._seconds = now, 0, 0.0
         measured = self.measured()

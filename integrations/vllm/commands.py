@@ -40,7 +40,7 @@ def config(engine: RunnerAdapter) -> dict[str, Any]:
 
 
 def stats(engine: RunnerAdapter) -> dict[str, Any]:
-    """`SpeculationStats.to_dict`, `drafter_bytes`, `live_requests` and `policy_version`.
+    """`SpeculationStats.to_dict`, `drafter_bytes` and `live_requests`.
 
     `live_requests` may include some that have just ended: the next step's schedule says so.
     """
@@ -48,17 +48,15 @@ def stats(engine: RunnerAdapter) -> dict[str, Any]:
     if engine.session is not None:
         engine.session.check_model()
         num_bytes, num_requests = engine.session.memory_bytes(), engine.session.num_live_requests()
-    more = {"drafter_bytes": num_bytes, "live_requests": num_requests, "policy_version": engine.weights.version}
-    return {**engine.stats.to_dict(), **more}
+    return {**engine.stats.to_dict(), "drafter_bytes": num_bytes, "live_requests": num_requests}
 
 
 def history(engine: RunnerAdapter) -> dict[str, Any]:
     """What history holds, and what went through its folder.
 
     Returns:
-        `problems`, `rollouts`, `tokens`, `bytes`, `oldest_version`, `newest_version`; `requests` that have started, and
-        of these `requests_with_history`, whose problem was known; `folder`: see `FolderStats`, empty without a folder.
-        Empty where nothing is kept.
+        `problems`, `rollouts`, `tokens`, `bytes`; `requests` that have started, and of these `requests_with_history`,
+        whose problem was known; `folder`: see `FolderStats`, empty without a folder. Empty where nothing is kept.
     """
     session = engine.session
     if session is None or not (held := session.history_summary()):
@@ -94,8 +92,8 @@ def set_enabled(engine: RunnerAdapter, enabled: bool) -> None:
 
 
 def begin_policy_version(engine: RunnerAdapter) -> None:
-    """A policy version begins with the next step."""
-    engine.weights.announce()
+    """Gone: raises ValueError, until 0.5.0."""
+    raise ValueError("begin_policy_version is gone: drafts need not be told of new weights, so leave the call out")
 
 
 COMMANDS = {

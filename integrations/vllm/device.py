@@ -93,7 +93,6 @@ class DeviceSpeculator(Session, BaseSpeculator):
         self._is_warm = False
         self._index_dtype = torch.int32  # of vLLM's numbers of requests
         self.live = {}  # values are `_Live`
-        self._versions: dict[str, int] = {}  # of preempted requests
         self._runner: Any = None
 
     def bind(self, runner: Any) -> None:
@@ -133,15 +132,13 @@ class DeviceSpeculator(Session, BaseSpeculator):
                 problem_id = self.begin_conversation(request, prompt).problem_id
             req_idx = self._runner.req_states.req_id_to_index[req_id]
             self.live[req_id] = _Live(req_idx, problem_id, params)
-            version = self._versions.pop(req_id, None)
             own_only = request_options(params.extra_args).own_only
-            self.drafter.start_request(req_idx, prompt, problem_id=problem_id, version=version, own_only=own_only)
+            self.drafter.start_request(req_idx, prompt, problem_id=problem_id, own_only=own_only)
 
     def finish_requests(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
         """See `Session`. Called before the runner frees their slots."""
         ended = []
         for req_id in sorted(finished):  # all ranks in the same order
-            self._versions.pop(req_id, None)
             live = self.live.pop(req_id, None)
             if live is not None:
                 ended.append(self._ended(live))
@@ -200,7 +197,7 @@ class DeviceSpeculator(Session, BaseSpeculator):
 
     def _preempt(self, req_id: str) -> None:
         live = self.live.pop(req_id)
-        self._versions[req_id] = self.drafter.preempt_request(live.req_idx)
+        self.drafter.preempt_request(live.req_idx)
         self._end_in_history(live)
 
     def _end_in_history(self, live: _Live) -> None:

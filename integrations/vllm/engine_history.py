@@ -7,6 +7,7 @@ has it; the others get from that rank what it has read, so that all ranks draft 
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -29,8 +30,8 @@ STEPS_PER_SHARING = 16
 MAX_TOKENS_PER_SHARING = 65_536
 LOADED_TOKENS = 2_000_000
 """Most tokens of the newest rollouts that an engine takes in when it starts."""
-MAX_AHEAD = 16
-"""Engines of one training are less apart in their policy versions."""
+LONGEST_GENERATION = 600
+"""Seconds after which a new request begins another generation, where an engine is never without any."""
 
 
 class HistoryKeeper(Protocol):
@@ -50,9 +51,6 @@ class HistoryKeeper(Protocol):
 
     def knows(self, problem_id: int) -> bool:
         """Whether there is any history of a problem, or a request of it is live."""
-
-    def begin_policy_version(self, version: int) -> None:
-        """Announce that requests started from now on are sampled by a new policy."""
 
 
 class EngineHistory:
@@ -75,8 +73,8 @@ class EngineHistory:
         self._drafter, self._problems, self._share = drafter, problems, share_from_first_rank
         self._live: Counter[int] = Counter()  # requests by problem
         self._num_steps = 0
-        self._version = 0  # of the last rollout that ended here
-        self._is_ahead = False  # whether rollouts of much newer versions were read
+        self._began = 0  # the generation that is under way, Unix time
+        self._began_of: dict[int, int] = {}  # a problem's last generation, of this one and the one before
         self._thread: FolderThread | None = None
         if is_first_rank(vllm_config):
             origin = origin_of(vllm_config.model_config)
@@ -85,36 +83,31 @@ class EngineHistory:
             self._pool = ThreadPool(1)  # whose thread does not keep a process from ending
             self._loading = self._pool.apply_async(folder.load, [min(drafter.max_history_tokens, LOADED_TOKENS)])
 
-    def load(self) -> int:
-        """Take in the newest rollouts. Called on all ranks once the engine is built; waits for the files.
-
-        Returns:
-            The policy version to go on from.
-        """
+    def load(self) -> None:
+        """Take in the newest rollouts. Called on all ranks once the engine is built; waits for the files."""
         rollouts: list[Rollout] = []
-        version = self._version
         if self._thread is not None:
             try:
                 rollouts = self._loading.get()
             except Exception:  # must not keep an engine from starting
                 logger.exception("history: what the folder holds could not be loaded; this run begins without it")
             self._pool.close()
-            version = self._thread.folder.newest_version
         if self._share is not None:
-            rollouts, version = self._share((rollouts, version))
-        self._version = version
-        self._drafter.begin_policy_version(version)
+            rollouts = self._share(rollouts)
         self._add(rollouts)
         self._drafter.record_rollouts()
         if self._thread is not None:
             self._thread.start()
             weakref.finalize(self, self._thread.close)  # where nobody calls `close`, as at the end of a script
-        return version
 
     def begin_request(self, problem_id: int | None) -> None:
         """A request begins: what others have said of its problem is read now. Called before the drafter is told."""
         if self._thread is None or problem_id is None:
             return
+        if not self._live or time.time() - self._began > LONGEST_GENERATION:
+            last, self._began = self._began, int(time.time())
+            self._began_of = {problem: began for problem, began in self._began_of.items() if began >= last}
+        self._began_of[problem_id] = self._began
         self._live[problem_id] += 1
         if self._live[problem_id] == 1:
             self._thread.watch(problem_id, is_known=self._drafter.knows(problem_id))
@@ -157,10 +150,11 @@ class EngineHistory:
 
     def _hand_over(self, *, wait: bool = False) -> None:
         recorded = self._drafter.take_recorded(wait=wait)
-        self._version = max((rollout.version for rollout in recorded), default=self._version)
         if self._thread is not None and recorded:
-            root_of = self._problems.root_of
-            self._thread.add([rollout._replace(root=root_of(rollout.problem_id)) for rollout in recorded])
+            for rollout in recorded:
+                problem_id = rollout.problem_id
+                order = self._began_of.get(problem_id, self._began)
+                self._thread.add([rollout._replace(root=self._problems.root_of(problem_id), order=order)])
 
     def _add(self, rollouts: Sequence[Rollout]) -> None:
         if rollouts:
@@ -168,14 +162,6 @@ class EngineHistory:
         for rollout in rollouts:
             if rollout.root is not None:
                 self._problems.add_root(rollout.problem_id, rollout.root)
-        newest = max((rollout.version for rollout in rollouts), default=0)
-        if newest > self._version + MAX_AHEAD and not self._is_ahead:
-            self._is_ahead = True
-            logger.warning(
-                "history: rollouts of policy version %d were read, and this engine is at %d: another training writes "
-                "to the same folder, whose rollouts count as newer. Give each training a folder of its own",
-                newest, self._version,
-            )  # fmt: skip
 
 
 def origin_of(model_config: Any) -> Origin:

@@ -43,11 +43,6 @@ from rollout_spec.integrations.vllm.requests import FrontEnd
 
 ASYNC_METHOD = "ngram_gpu"
 """vLLM's one method without a model that keeps scheduling asynchronous. In V2 our device drafter runs under it."""
-NOT_LOADING = (
-    "init_", "prepare_", "fetch_", "compute_", "get_", "check_", "supports_", "save_", "export_", "offload_", "dump_",
-    "destroy_", "close_", "release_", "free_", "has_", "is_", "verify_", "log_",
-)  # fmt: skip
-"""Beginnings of the names of workers' methods that do something else with weights."""
 
 
 # -- configuration ---------------------------------------------------------------------------------------------------
@@ -244,13 +239,6 @@ def update_from_output(original: Callable[..., Any], self: Any, *args: Any, **kw
 # -- workers; CPUWorker inherits from Worker -------------------------------------------------------------------------
 
 
-def loads_weights(method: str) -> bool:
-    """Whether a worker's method loads weights. Frameworks bring their own methods, whose names say what they do."""
-    is_loading = "weight" in method or "refit" in method
-    is_pause = "sleep" in method or "wake" in method
-    return is_loading and not is_pause and not method.startswith(NOT_LOADING)
-
-
 def _adapter_of(worker: Any) -> Any:
     """The adapter of a worker's model runner; None for engines that do not ask for us."""
     return getattr(getattr(worker, "model_runner", None), "rollout_spec", None)
@@ -262,7 +250,7 @@ def _warming_up(worker: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace V2's samplers, and notice from now on that the model loads weights."""
+    """Replace V2's samplers."""
     result = original(self, *args, **kwargs)
     adapter = _adapter_of(self)
     if adapter is not None:
@@ -271,7 +259,7 @@ def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
 
 
 def add_lora(original: Callable[..., Any], self: Any, lora_request: Any) -> Any:
-    """Begin a policy version."""
+    """Remember where an adapter comes from."""
     adapter = _adapter_of(self)
     if adapter is not None:
         adapter.on_lora(lora_request)
@@ -295,18 +283,6 @@ def compile_or_warm_up_model(original: Callable[..., Any], self: Any, *args: Any
     if adapter is not None:
         adapter.load_history()
     return result
-
-
-def getattr_of_wrapper(original: Callable[..., Any], self: Any, name: str) -> Any:
-    """Notice calls that load weights.
-
-    Every method that a front end calls by name is looked up here, those of worker extensions, too.
-    """
-    if loads_weights(name):
-        adapter = _adapter_of(vars(self).get("worker"))
-        if adapter is not None:
-            adapter.weights.announce()
-    return original(self, name)
 
 
 def shutdown_wrapper(original: Callable[..., None], self: Any) -> None:

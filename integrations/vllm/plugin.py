@@ -82,7 +82,6 @@ HOOKS = (
     Hook(*_cpu_worker, "determine_available_memory", hooks.determine_available_memory),
     Hook(*_cpu_worker, "compile_or_warm_up_model", hooks.compile_or_warm_up_model),
     Hook(*_wrapper, "shutdown", hooks.shutdown_wrapper),
-    Hook(*_wrapper, "__getattr__", hooks.getattr_of_wrapper),
 )
 
 

@@ -14,7 +14,6 @@ from rollout_spec.integrations.vllm.config import say
 from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank, is_true_on_any_rank
 from rollout_spec.integrations.vllm.session import Session
 from rollout_spec.integrations.vllm.step_clock import StepClock
-from rollout_spec.integrations.vllm.weights import WeightWatch
 from rollout_spec.jit.warm_up import warm_up_kernels
 from rollout_spec.stats import SpeculationStats
 
@@ -26,7 +25,6 @@ class RunnerAdapter:
         session: None for an engine that samples with our noise only.
         stats: This engine's counters.
         clock: Times the runner's steps.
-        weights: Notices when the worker gets new ones.
         config: The engine's options.
         lora_paths: Of the LoRA adapters that were loaded, by a command or for a request, by vLLM's number.
         scheduled: vLLM's `SchedulerOutput` of this step.
@@ -43,7 +41,6 @@ class RunnerAdapter:
         self.session = session
         self.stats = SpeculationStats() if session is None else session.stats
         self.clock = StepClock(runner.device, self.stats)
-        self.weights = WeightWatch()
         self.lora_paths: dict[int, str] = {}
         self.config = config
         self._runner = runner
@@ -83,8 +80,7 @@ class RunnerAdapter:
         )
 
     def on_load(self) -> None:
-        """Called when the model is loaded. Notices from now on that it loads weights."""
-        self.weights.watch(self._runner.get_model())
+        """Called when the model is loaded."""
 
     def check_kernels(self) -> None:
         """Called once they are compiled. On a CPU nothing is checked.
@@ -137,18 +133,14 @@ class RunnerAdapter:
             lora = request.lora_request
             if lora is not None and self.lora_paths.get(lora.lora_int_id) != lora.lora_path:
                 self.on_lora(lora)
-        version = self.weights.begin_step()
-        if version is not None and self.session is not None:
-            self.session.begin_policy_version(version)
         if self.session is None or self.session.is_learning:
             self.clock.start()
         if self.session is not None and not self.warming_up:
             self.session.finish_requests(scheduled.finished_req_ids, scheduled.preempted_req_ids or ())
 
     def on_lora(self, lora_request: Any) -> None:
-        """A LoRA adapter is loaded, which is a new policy."""
+        """A LoRA adapter is loaded."""
         self.lora_paths[lora_request.lora_int_id] = lora_request.lora_path
-        self.weights.announce()
 
     def on_forward(self) -> None:
         """Called when the model has been launched, before anything is sampled: the device computes."""
@@ -159,7 +151,7 @@ class RunnerAdapter:
     def load_history(self) -> None:
         """Take in the history of earlier runs. Called once the engine is built, before its first request."""
         if self.session is not None and self.session.engine_history is not None:
-            self.weights.version = self.session.engine_history.load()
+            self.session.engine_history.load()
 
     def close(self) -> None:
         """Called when the worker shuts down."""

@@ -102,7 +102,6 @@ class RunnerAdapterV2(RunnerAdapter):
 
     def on_load(self) -> None:
         """See `RunnerAdapter`. Replaces the runner's samplers, which exist by now."""
-        super().on_load()
         runner = self._runner
         sampler = VerifyingSampler(runner.sampler, self)
         runner.sampler = sampler

@@ -93,13 +93,6 @@ class Session:
         """Draft from now on, or no longer."""
         self.enabled = bool(enabled)
 
-    def begin_policy_version(self, version: int) -> None:
-        """Tell whatever learns that weights have changed."""
-        if self.choice is not None:
-            self.check_model()
-            self.choice.begin_policy_version()
-        self._ask(lambda: self.drafter.begin_policy_version(version))
-
     def check_model(self) -> None:
         """Say once if nothing is right that a model drafts: its drafts cost time, and no rollout shows it.
 

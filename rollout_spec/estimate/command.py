@@ -185,8 +185,7 @@ def _simulate(earlier: Sequence[Rollout], phases: Sequence[list[Rollout]], engin
     num_ended, num_rollouts, said = 0, sum(map(len, phases)), time.monotonic()
     for rollout in earlier:
         add_rollout(drafter, rollout)
-    for number, phase in enumerate(phases):
-        drafter.begin_policy_version(number + bool(earlier))
+    for phase in phases:
         problems = {rollout.problem_id for rollout in phase}
         steps = []
         for step in simulate(phase, drafter, engine.policy, engine.ours, num_speculative_tokens=engine.k, batch=batch):

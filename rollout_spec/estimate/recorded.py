@@ -71,7 +71,7 @@ def read_rollouts(source: str, tokenizer: Any = None) -> list[Rollout]:
         print(f"{len(bad):,} left out, first {bad[0]}", file=sys.stderr)
     return [
         Rollout(
-            k.problem_id, prompt, k.tokens, k.version, features=k.features,
+            k.problem_id, prompt, k.tokens, k.order, features=k.features,
             num_prompt_tokens=0 if k.root is None else k.root.length,
         )
         for k, prompt in found

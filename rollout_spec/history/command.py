@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ if TYPE_CHECKING:  # what a command imports takes long, and `--help` does not ne
     from rollout_spec.history.rollout import Rollout
 
 BATCH_TOKENS = 4_000_000
-"""So many tokens are read before they are written, a file for each problem and policy version."""
+"""So many tokens are read before they are written, a file for each problem and step."""
 MAX_BAD = 20
 """Lines that cannot be used are named up to so many."""
 
@@ -32,22 +33,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add.add_argument(
         "--tokenizer", required=True, metavar="NAME_OR_PATH", help="the model's; token ids must be its own"
     )
-    add.add_argument("--version", type=_count(0), metavar="N", help="policy version (default: each line's step, or 0)")
+    add.add_argument("--version", type=_step, metavar="N", help="their step (default: each line's own, or 0)")
     stats = commands.add_parser("stats", help="how much a history holds")
-    prune = commands.add_parser("prune", help="remove rollouts, the oldest policy versions first")
-    prune.add_argument("--max-bytes", type=_num_bytes, metavar="SIZE", help="what may stay, for example 2GB")
-    prune.add_argument("--keep-versions", type=_count(1), metavar="N", help="policy versions that stay")
+    prune = commands.add_parser("prune", help="remove rollouts, the oldest first")
+    prune.add_argument("--max-bytes", required=True, type=_num_bytes, metavar="SIZE", help="what may stay, such as 2GB")
+    prune.add_argument("--keep-versions", type=_gone, help=argparse.SUPPRESS)
     for command in (stats, prune):
         command.add_argument("dir", metavar="DIR", help="folder of the history, or a URL")
 
 
-def _count(least: int) -> Any:
-    def parse(text: str) -> int:
-        if not re.fullmatch(r"\d{1,10}", text) or not least <= int(text) < 2**31:
-            raise argparse.ArgumentTypeError(f"{text!r} is no integer in [{least}, 2^31)")
-        return int(text)
+def _step(text: str) -> int:
+    if not re.fullmatch(r"\d{1,10}", text) or int(text) >= 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is no integer in [0, 2^31)")
+    return int(text)
 
-    return parse
+
+def _gone(_: str) -> None:
+    raise argparse.ArgumentTypeError("is gone, as files are ordered by time: use --max-bytes")
 
 
 def _num_bytes(text: str) -> int:
@@ -125,8 +127,8 @@ def _import(args: argparse.Namespace) -> None:
         steps: dict[int, dict[int, list[Rollout]]] = {}
         num_tokens = 0
         try:
-            for rollout, _ in read(path, tokenizer, partial(leave_out, path), version=args.version):
-                steps.setdefault(rollout.version, {}).setdefault(rollout.problem_id, []).append(rollout)
+            for rollout, _ in read(path, tokenizer, partial(leave_out, path), step=args.version):
+                steps.setdefault(rollout.order, {}).setdefault(rollout.problem_id, []).append(rollout)
                 num_tokens += rollout.num_tokens
                 if num_tokens > BATCH_TOKENS:
                     write(steps)
@@ -175,23 +177,25 @@ def _open(url: str) -> tuple[HistoryFolder, list[Found]]:
 
 
 def _stats(args: argparse.Namespace) -> None:
+    from rollout_spec.history.rollout import FIRST_TIME
+
     folder, files = _open(args.dir)
-    rollouts, tokens = Counter[int](), Counter[int]()
+    num_tokens, orders = 0, list[int]()
     for rollout in folder.all_rollouts(lambda path, why: print(f"{path} cannot be used: {why}", file=sys.stderr)):
-        rollouts[rollout.version] += 1
-        tokens[rollout.version] += rollout.tokens.size
+        num_tokens += rollout.tokens.size
+        orders.append(rollout.order)
     print(
-        f"{rollouts.total():,} rollouts of {len({file.problem_id for file in files}):,} problems, {tokens.total():,} "
+        f"{len(orders):,} rollouts of {len({file.problem_id for file in files}):,} problems, {num_tokens:,} "
         f"tokens; {len(files):,} files of {sum(file.size for file in files):,} bytes"
     )
-    print(f"{'version':>10} {'rollouts':>10} {'tokens':>12}")
-    for version in sorted(rollouts, reverse=True):
-        print(f"{version:10} {rollouts[version]:10,} {tokens[version]:12,}")
+    times = [time.strftime("%Y-%m-%d %H:%M", time.localtime(order)) for order in sorted(orders) if order >= FIRST_TIME]
+    print(
+        f"{len(orders) - len(times):,} imported or of rollout_spec 0.3"
+        + (f", {len(times):,} sampled from {times[0]} to {times[-1]}" if times else "")
+    )
 
 
 def _prune(args: argparse.Namespace) -> None:
-    if args.max_bytes is None and args.keep_versions is None:
-        raise ValueError("prune needs --max-bytes or --keep-versions")
     folder, files = _open(args.dir)
-    gone = folder.prune(max_bytes=args.max_bytes, keep_versions=args.keep_versions)
+    gone = folder.prune(args.max_bytes)
     print(f"removed {len(gone):,} of {len(files):,} files, {sum(file.size for file in gone):,} bytes")

@@ -39,7 +39,7 @@ SECONDS_TO_CLOSE = 10.0
 
 @dataclass
 class _Group:
-    """Rollouts of one problem and policy version, to be written as one file."""
+    """Rollouts of one problem and generation, to be written as one file."""
 
     since: float = field(default_factory=time.monotonic)
     rollouts: list[Rollout] = field(default_factory=list)
@@ -56,7 +56,7 @@ class FolderThread:
         self._to_forget: set[int] = set()
         self._inbox: deque[Rollout] = deque()
         self._num_waiting_tokens = 0  # of the inbox
-        self._groups: dict[tuple[int, int], _Group] = {}  # to be written, by problem and version, oldest first
+        self._groups: dict[tuple[int, int], _Group] = {}  # to be written, by problem and order, oldest first
         self._num_unwritten_tokens = 0
         self._num_lost = 0
         self._seconds = 0.0
@@ -98,7 +98,7 @@ class FolderThread:
         """Write rollouts soon."""
         with self._lock:
             for rollout in rollouts:
-                self._groups.setdefault((rollout.problem_id, rollout.version), _Group()).rollouts.append(rollout)
+                self._groups.setdefault((rollout.problem_id, rollout.order), _Group()).rollouts.append(rollout)
                 self._num_unwritten_tokens += rollout.num_tokens
             while self._num_unwritten_tokens > MAX_UNWRITTEN_TOKENS and len(self._groups) > 1:
                 oldest = self._groups.pop(next(iter(self._groups))).rollouts

@@ -1,9 +1,9 @@
 """A folder in which history lasts, and which engines share.
 
-Each problem has a folder in it, named by its id, with Parquet files of ended rollouts, `<version>-<id>.parquet`, where
-the version is the policy's and the id a hash of the content. A file is written once, as a whole, and never changed. So
+Each problem has a folder in it, named by its id, with Parquet files of ended rollouts, `<order>-<id>.parquet`, where
+the order is `Rollout.order` and the id a hash of the content. A file is written once, as a whole, and never changed. So
 engines need not know of each other, may be killed at any moment, and read only what they are asked for; a file that is
-lost or damaged costs drafts, and never a token. Where the folder is too large, the oldest versions go first, whoever
+lost or damaged costs drafts, and never a token. Where the folder is too large, the oldest files go first, whoever
 deletes them.
 
 The folder is a local one, or one of any file system of fsspec, such as s3://bucket/history.
@@ -38,7 +38,7 @@ FORMAT = 2
 """Incremented when files of older code can no longer be read."""
 METADATA_KEY = b"rollout_spec.history"
 MAX_PROBLEM_TOKENS = 262_144
-"""Of one problem, newest policy versions first, that an engine reads: a group of 16 in each of 30 epochs, 512 each."""
+"""Of one problem, newest first, that an engine reads: a group of 16 in each of 30 epochs, 512 each."""
 READERS = 16
 """Files of a remote file system that are read at once: an answer takes long, and little work."""
 CHECKS_PER_BOUND = 16
@@ -54,8 +54,6 @@ _RANDOM = random.Random()  # `random` itself may be what a reward function in th
 _PROBLEM = re.compile("[0-9a-f]{16}")
 MAX_SAID = 20
 """Reasons for which files are left out are named up to so many."""
-MAX_VERSION = 2**30
-"""Newer policy versions, such as of a log with strange steps, count as this one: an engine goes on counting from it."""
 
 
 class OtherOriginError(ValueError):
@@ -109,7 +107,7 @@ def encode(rollouts: Sequence[Rollout], origin: Origin) -> bytes:
     return data
 
 
-def decode(data: bytes, problem_id: int, version: int, origin: Origin) -> list[Rollout]:
+def decode(data: bytes, problem_id: int, order: int, origin: Origin) -> list[Rollout]:
     """The rollouts of a file. Features of a model with other states are left out. O(tokens).
 
     Args:
@@ -144,7 +142,7 @@ def decode(data: bytes, problem_id: int, version: int, origin: Origin) -> list[R
             if packed is not None and has_states:
                 features = np.frombuffer(packed, "<i8").reshape(tokens.size, FEATURE_WORDS).astype(np.int64)
             root = None if length is None else Root(length, whole)
-            rollouts.append(Rollout(problem_id, version, context, tokens, features, root))
+            rollouts.append(Rollout(problem_id, context, tokens, features, root, order))
         return rollouts
     except OtherOriginError:
         raise
@@ -182,7 +180,7 @@ class FolderStats:
 class Found(NamedTuple):
     """A file of a folder."""
 
-    version: int
+    order: int
     problem_id: int
     path: str
     size: int
@@ -200,7 +198,6 @@ class HistoryFolder:
 
     Attributes:
         is_remote: Whether files come over a network that fsspec knows of.
-        newest_version: The newest policy version that `load` found; 0 before.
         stats: What went through the folder.
 
     Raises:
@@ -208,7 +205,7 @@ class HistoryFolder:
     """
 
     def __init__(self, url: str, origin: Origin, *, max_bytes: int | None = None) -> None:
-        self.url, self.origin, self.newest_version, self.stats = url, origin, 0, FolderStats()
+        self.url, self.origin, self.stats = url, origin, FolderStats()
         self._fs, self._root = open_folder(url)
         protocols = self._fs.protocol
         self.is_remote = "file" not in ((protocols,) if isinstance(protocols, str) else protocols)
@@ -217,9 +214,8 @@ class HistoryFolder:
         self._said: set[str] = set()  # reasons that a warning has named
 
     def load(self, max_tokens: int) -> list[Rollout]:
-        """Read the newest files, as far as `max_tokens` go, and find `newest_version`. Oldest policy versions first."""
+        """Read the newest files, as far as `max_tokens` go. Oldest first."""
         files = sorted(self.files(), reverse=True)
-        self.newest_version = files[0].version if files else 0
         read: list[list[Rollout]] = []
         with ThreadPool(READERS if self.is_remote else 1) as pool:
             while files and max_tokens > 0:
@@ -229,7 +225,7 @@ class HistoryFolder:
         return [rollout for rollouts in reversed(read) for rollout in rollouts]
 
     def read(self, problem_id: int) -> list[Rollout]:
-        """A problem's rollouts in files that were neither read nor written here. Oldest policy versions first."""
+        """A problem's rollouts in files that were neither read nor written here. Oldest first."""
         new = [file for file in self.files(problem_id) if hash(file.path) not in self._seen[problem_id]]
         read: list[list[Rollout]] = []
         num_tokens = 0
@@ -242,22 +238,22 @@ class HistoryFolder:
         return [rollout for rollouts in reversed(read) for rollout in rollouts]
 
     def write(self, rollouts: Sequence[Rollout]) -> Found:
-        """Write rollouts of one problem and version, at least one, as a file."""
-        problem_id, version = rollouts[0].problem_id, rollouts[0].version
+        """Write rollouts of one problem and order, at least one, as a file."""
+        problem_id, order = rollouts[0].problem_id, rollouts[0].order
         data = encode(rollouts, self.origin)
         # Named by its content: what is imported twice, or written again after an answer that was lost, is there once.
         name = hashlib.blake2b(data, digest_size=8).hexdigest()
-        path = f"{self._root}/{problem_id:016x}/{version:010d}-{name}.parquet"
+        path = f"{self._root}/{problem_id:016x}/{order:010d}-{name}.parquet"
         self._put(path, data)
         self._seen[problem_id].add(hash(path))
         self.stats.rollouts_written += len(rollouts)
         self.stats.bytes_written += len(data)
-        return Found(version, problem_id, path, len(data))
+        return Found(order, problem_id, path, len(data))
 
     def prune_by_chance(self, num_bytes: int) -> None:
         """Prune to `max_bytes`, by a chance that grows with the bytes that were written."""
         if self._max_bytes is not None and _RANDOM.random() < num_bytes * CHECKS_PER_BOUND / self._max_bytes:
-            self.prune(max_bytes=self._max_bytes)
+            self.prune(self._max_bytes)
 
     def forget(self, problem_id: int) -> None:
         """Read again what was read or written of a problem, if it is asked for: the engine has nothing of it left."""
@@ -271,8 +267,8 @@ class HistoryFolder:
         with _raising_os_errors():
             for path, size in self._remote_files(problem_id) if self.is_remote else self._local_files(problem_id):
                 match = _NAME.fullmatch(path.removeprefix(f"{self._root}/"))
-                if match and int(match[2]) < 2**31:
-                    yield Found(min(int(match[2]), MAX_VERSION), int(match[1], 16), path, size)
+                if match:
+                    yield Found(int(match[2]), int(match[1], 16), path, size)
 
     def _remote_files(self, problem_id: int | None) -> Iterator[tuple[str, int]]:
         """(path, size) of all files in a problem's folder, or in all folders."""
@@ -301,7 +297,7 @@ class HistoryFolder:
                 self._warn(f"{path} is left out", error)
 
     def all_rollouts(self, on_bad: Callable[[str, str], object]) -> Iterator[Rollout]:
-        """Those of all files, oldest policy versions first.
+        """Those of all files, oldest first.
 
         Args:
             on_bad: Called with the path of each file that cannot be used, and the reason.
@@ -319,10 +315,10 @@ class HistoryFolder:
         with _raising_os_errors():
             data = self._fs.cat_file(file.path)
         self.stats.bytes_read += len(data)
-        return decode(data, file.problem_id, file.version, self.origin)
+        return decode(data, file.problem_id, file.order, self.origin)
 
-    def prune(self, *, max_bytes: int | None = None, keep_versions: int | None = None) -> list[Found]:
-        """Delete files of the oldest policy versions until the others have at most so many bytes, or versions.
+    def prune(self, max_bytes: int) -> list[Found]:
+        """Delete the oldest files until the others have at most so many bytes.
 
         What cannot be deleted stays, and others go in its place.
 
@@ -330,14 +326,11 @@ class HistoryFolder:
             Those that were deleted. Two processes that prune at once delete the same ones.
         """
         files = sorted(self.files(), reverse=True)
-        newest = sorted({file.version for file in files}, reverse=True)[:keep_versions]
         num_bytes, at_once = sum(file.size for file in files), 1000 if self.is_remote else 1  # S3 takes 1,000 a request
         gone: list[Found] = []
         while files:
             some: list[Found] = []
-            while files and len(some) < at_once:
-                if files[-1].version >= newest[-1] and (max_bytes is None or num_bytes <= max_bytes):
-                    break
+            while num_bytes > max_bytes and files and len(some) < at_once:
                 some.append(files.pop())  # oldest first: if killed here, the newest stay
                 num_bytes -= some[-1].size
             if not some:

@@ -12,7 +12,7 @@ import numpy as np
 from rollout_spec.checks import first_line, shown
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.history.problems import root_of_prompt
-from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout
+from rollout_spec.history.rollout import CONTEXT_TOKENS, FIRST_TIME, Rollout
 from rollout_spec.types import Int32Array
 
 COLUMNS = (
@@ -25,12 +25,12 @@ COLUMNS = (
 """Names of prompt and completion. The first pair that a line has counts, so token ids before text."""
 REPLACEMENT = "\ufffd"
 """What tokenizers decode bytes to that are no UTF-8."""
-VERSION_COLUMNS = ("version", "policy_version", "step", "epoch")
-KNOWN_COLUMNS = {"problem_id", *VERSION_COLUMNS, *(name for names in COLUMNS for name in names)}
+STEP_COLUMNS = ("version", "policy_version", "step", "epoch")
+KNOWN_COLUMNS = {"problem_id", *STEP_COLUMNS, *(name for names in COLUMNS for name in names)}
 
 
 def read(
-    path: Path, tokenizer: Any, on_bad: Callable[[int, str], object], *, version: int | None = None
+    path: Path, tokenizer: Any, on_bad: Callable[[int, str], object], *, step: int | None = None
 ) -> Iterator[tuple[Rollout, Int32Array]]:
     """The rollouts of a log with their whole prompts, int32, in its order, a line or row at a time.
 
@@ -41,7 +41,7 @@ def read(
         path: Parquet or JSONL; JSONL may be a pipe.
         tokenizer: Of transformers. None: only token ids can be read, and are not checked.
         on_bad: Called with the number, from 1, of each line that cannot be used, and the reason. It is left out.
-        version: Of all rollouts. None: each line's own, otherwise 0.
+        step: Of all rollouts. None: each line's own, otherwise 0.
 
     Raises:
         OSError: the file cannot be read.
@@ -55,11 +55,12 @@ def read(
                     raise ValueError(f"the {what} is empty")
                 if not 0 <= ids.min() <= ids.max() < vocab_size:
                     raise ValueError(f"the {what} has tokens {ids.min()} to {ids.max()}, and there are {vocab_size}")
-            given, known = row.get("problem_id"), _version(row) if version is None else version
+            given, order = row.get("problem_id"), _step(row) if step is None else step
             if given is not None and not (type(given) is int and 0 <= given < 2**64):
                 raise ValueError(f"problem_id must be an integer of 64 bits, got {shown(given)}")
             problem_id, root = (problem_of_prompt(prompt), root_of_prompt(prompt)) if given is None else (given, None)
-            yield Rollout(problem_id, known, prompt[-CONTEXT_TOKENS:].copy(), tokens, root=root), prompt
+            context, order = prompt[-CONTEXT_TOKENS:].copy(), min(order, FIRST_TIME - 1)
+            yield Rollout(problem_id, context, tokens, root=root, order=order), prompt
         except ValueError as error:
             on_bad(number, first_line(error))
 
@@ -172,8 +173,8 @@ def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(token) is int for token in value)  # a bool is an int
 
 
-def _version(row: dict[str, Any]) -> int:
-    value = next((row[name] for name in VERSION_COLUMNS if row.get(name) is not None), 0)
+def _step(row: dict[str, Any]) -> int:
+    value = next((row[name] for name in STEP_COLUMNS if row.get(name) is not None), 0)
     if type(value) not in (int, float) or not 0 <= value < 2**31 or value != int(value):
-        raise ValueError(f"the policy version must be an integer of 31 bits, got {shown(value)}")
+        raise ValueError(f"the step must be an integer of 31 bits, got {shown(value)}")
     return int(value)

@@ -11,6 +11,10 @@ CONTEXT_TOKENS = 32
 """Last tokens of a prompt that are kept with its rollouts: drafters compare contexts of at most so many tokens."""
 
 
+FIRST_TIME = 10**9
+"""Of `Rollout.order`: no Unix time is lower, and no step of a log as high, so what is imported is the oldest."""
+
+
 class Root(NamedTuple):
     """By what a prompt is recognised at the beginning of a later one; see `rollout_spec.history.problems`."""
 
@@ -25,8 +29,6 @@ class Rollout(NamedTuple):
 
     problem_id: int
     """Rollouts of the same problem have the same number, 64 bits."""
-    version: int
-    """The policy version that it started under. Rollouts of higher versions are newer."""
     context: Int32Array
     """int32 [at most CONTEXT_TOKENS]: the end of its prompt."""
     tokens: Int32Array
@@ -35,6 +37,9 @@ class Rollout(NamedTuple):
     """int64 [n, FEATURE_WORDS], what the target saw at each token; None: not known."""
     root: Root | None = None
     """The prompt that its conversation begins with; None: the caller has named the problem, or it is not known."""
+    order: int = 0
+    """Rollouts of a higher one are newer. Of an engine: the Unix time at which its generation began. Below FIRST_TIME:
+    of an import, the log's step; or of rollout_spec 0.3, which counted policy versions."""
 
     @property
     def num_tokens(self) -> int:

@@ -18,7 +18,7 @@ from tests.adversaries import Silent
 from tests.drafters.recorder import sampled
 
 K = 4
-METHODS = ("start_request", "extend", "propose", "stop_request", "begin_policy_version", "source_counts")
+METHODS = ("start_request", "extend", "propose", "stop_request", "source_counts")
 
 
 class OneByOne:
@@ -43,7 +43,7 @@ def drive(drafter, seed):
     drafting = drafting_with(drafter)
     drafter, table = drafting.drafter, drafting.drafter.table
     drafted = {}
-    for number in range(60):
+    for _ in range(60):
         while len(live) < 6:
             prompt = rng.integers(0, 3, rng.integers(0, 4)).tolist()
             drafter.start_request(f"r{made}", prompt, seed=made if made % 2 else None)
@@ -69,8 +69,6 @@ def drive(drafter, seed):
             said.append((draft, table.arrays.confidence[row, : len(draft)].tolist()))
         if rng.random() < 0.3:
             drafter.stop_request(live.pop(0), keep=bool(rng.random() < 0.8))
-        if number % 20 == 19:
-            drafter.begin_policy_version(number)
     table.check_integrity([drafter.row_of(req_id) for req_id in live])
     return said, drafter.source_counts()
 

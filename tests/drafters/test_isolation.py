@@ -29,7 +29,7 @@ DRAFTERS = {
 @st.composite
 def streams(draw):
     """Who is watched, None for all who share, or a number among the others; calls: (what, shares, problem, seed)."""
-    what = st.sampled_from(["start", "start", "extend", "extend", "extend", "stop", "drop", "version"])
+    what = st.sampled_from(["start", "start", "extend", "extend", "extend", "extend", "stop", "drop"])
     call = st.tuples(what, st.booleans(), st.integers(0, 1), st.integers(0, 2**32))
     return draw(st.sampled_from([None, 0, 1])), draw(st.lists(call, min_size=10, max_size=60))
 
@@ -61,8 +61,6 @@ def drafts_of(options, watched, calls, others_are_foreign, num_entries):
         if what == "start":
             seed = seed if seed % 2 else None
             drafter.start_request(req_id, text, problem_id=problem_id, seed=seed, own_only=not shares)
-        elif what == "version":
-            drafter.begin_policy_version(number)
         elif req_id in live and what == "extend":
             drafter.extend(req_id, text, random_features(rng, text) if seed % 3 == 0 else None)
         elif req_id in live:

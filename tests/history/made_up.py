@@ -11,11 +11,11 @@ from rollout_spec.history.rollout import Rollout, Root
 ORIGIN = Origin(tokenizer="of the test", vocab_size=10_000, model="tiny", states="8 layers")
 
 
-def rollout(number, *, problem=1, version=0, size=5):
+def rollout(number, *, problem=1, order=0, size=5):
     """A rollout whose tokens say which it is."""
     tokens = np.full(size, number, np.int32)
     features = np.full((size, FEATURE_WORDS), -number, np.int64)
-    return Rollout(problem, version, tokens[:3], tokens, features, Root(40, 2**64 - 1 - number))
+    return Rollout(problem, tokens[:3], tokens, features, Root(40, 2**64 - 1 - number), order)
 
 
 def plain(rollout):

@@ -129,8 +129,8 @@ def test_the_oldest_are_dropped_where_nothing_can_be_written_for_long(threads, m
     monkeypatch.setattr(module, "MAX_UNWRITTEN_TOKENS", 100)
     one = threads()
     one.watch(1, is_known=False)
-    for version in range(40):
-        one.add([rollout(version, version=version)])
+    for order in range(40):
+        one.add([rollout(order, order=order)])
     stats = one.stats()
     assert stats["rollouts_lost"] + stats["rollouts_waiting"] == 40
     assert stats["rollouts_waiting"] == 100 // 8

@@ -26,7 +26,7 @@ UINT64 = st.integers(0, 2**64 - 1)
 
 @st.composite
 def rollouts_of_a_problem(draw):
-    problem, version, rollouts = draw(UINT64), draw(st.integers(0, 2**31 - 1)), []
+    problem, order, rollouts = draw(UINT64), draw(st.integers(0, 2**31 - 1)), []
     for _ in range(draw(st.integers(1, 3))):
         tokens = np.array(draw(st.lists(TOKENS, min_size=1, max_size=6)), np.int32)
         words = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=FEATURE_WORDS, max_size=FEATURE_WORDS)
@@ -34,7 +34,7 @@ def rollouts_of_a_problem(draw):
         features = None if rows is None else np.array(rows, np.int64)
         context = np.array(draw(st.lists(TOKENS, max_size=CONTEXT_TOKENS)), np.int32)
         root = draw(st.none() | st.builds(Root, st.integers(0, 2**31 - 1), UINT64))
-        rollouts.append(Rollout(problem, version, context, tokens, features, root))
+        rollouts.append(Rollout(problem, context, tokens, features, root, order))
     return rollouts
 
 
@@ -50,8 +50,8 @@ def files_in(path):
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(rollouts=rollouts_of_a_problem())
 def test_a_file_gives_back_what_it_was_made_of(rollouts):
-    problem, version = rollouts[0][:2]
-    read = decode(encode(rollouts, ORIGIN), problem, version, ORIGIN)
+    problem, order = rollouts[0].problem_id, rollouts[0].order
+    read = decode(encode(rollouts, ORIGIN), problem, order, ORIGIN)
     assert list(map(plain, read)) == list(map(plain, rollouts))
     assert encode(rollouts, ORIGIN) == encode(rollouts, ORIGIN)
     assert all(rollout.tokens.dtype == np.int32 for rollout in read)
@@ -105,11 +105,11 @@ def test_a_damaged_file_is_refused(change):
 def test_what_one_engine_writes_another_reads_once_and_the_first_never(tmp_path):
     one, other = open_again(tmp_path / "with spaces"), open_again(tmp_path / "with spaces")
     one.write([rollout(1), rollout(2)])
-    one.write([rollout(3, version=1)])
+    one.write([rollout(3, order=1)])
     one.write([rollout(4, problem=2**64 - 1)])
     assert numbers(other.read(1)) == [1, 2, 3]
     assert other.read(1) == one.read(1) == one.read(2**64 - 1) == other.read(7) == []
-    other.write([rollout(5, version=1)])
+    other.write([rollout(5, order=1)])
     assert numbers(one.read(1)) == [5]
     assert numbers(other.read(2**64 - 1)) == [4]
     other.forget(1)
@@ -121,25 +121,24 @@ def test_what_one_engine_writes_another_reads_once_and_the_first_never(tmp_path)
 def test_an_engine_begins_with_the_newest_files(tmp_path):
     one = open_again(tmp_path)
     assert one.load(1000) == []
-    for version in range(40):
-        one.write([rollout(version, problem=version % 3, version=version, size=10)])
+    for order in range(40):
+        one.write([rollout(order, problem=order % 3, order=order, size=10)])
     other = open_again(tmp_path)
     loaded = numbers(other.load(260))
     assert loaded == sorted(loaded)
     assert loaded[-1] == 39
     assert 20 <= len(loaded) <= 20 + module.READERS
-    assert other.newest_version == 39
     num_tokens = rollout(0, size=10).num_tokens
     assert len(open_again(tmp_path).load((2 * module.READERS + 1) * num_tokens)) == 40, "read in three portions"
     read = [number for problem in range(3) for number in numbers(other.read(problem))]
     assert sorted([*loaded, *read]) == list(range(40))  # each once
 
 
-def test_of_one_problem_the_newest_versions_are_read(tmp_path, monkeypatch):
+def test_of_one_problem_the_newest_files_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MAX_PROBLEM_TOKENS", 100)
     one, other = open_again(tmp_path), open_again(tmp_path)
-    for version in range(30):
-        one.write([rollout(version, version=version, size=10)])
+    for order in range(30):
+        one.write([rollout(order, order=order, size=10)])
     assert numbers(other.read(1)) == list(range(22, 30))
     assert other.read(1) == []
 
@@ -149,7 +148,7 @@ def test_a_file_that_cannot_be_read_is_left_out_with_one_line(tmp_path, caplog, 
     one, other = open_again(tmp_path), open_again(tmp_path)
     for number in range(4):
         (open_again(tmp_path, origin=Origin("another")) if damage == "foreign" and number < 2 else one).write(
-            [rollout(number, version=number)]
+            [rollout(number, order=number)]
         )
     bad = sorted(tmp_path.rglob("*.parquet"))[:2]
     for path in bad:
@@ -173,7 +172,7 @@ def test_other_files_are_left_alone(tmp_path):
         os.utime(tmp_path / name, (0, 0))
     (tmp_path / "0000000000000001" / "notes.parquet").write_text("mine")
     assert numbers(open_again(tmp_path).load(1000)) == [1]
-    one.prune(keep_versions=1, max_bytes=0)
+    one.prune(0)
     assert len(files_in(tmp_path)) == 6
 
 
@@ -192,8 +191,8 @@ def refusing(function, paths, error=errno.EACCES):
 def test_what_cannot_be_listed_is_left_out_and_the_bound_is_kept(tmp_path, monkeypatch, caplog, error):
     """`lost+found`, another user's problem, a link to its own parent, a stale handle; as root we may list all."""
     one = open_again(tmp_path)
-    for version in range(6):
-        one.write([rollout(version, problem=version % 3, version=version)])
+    for order in range(6):
+        one.write([rollout(order, problem=order % 3, order=order)])
     (tmp_path / "lost+found").mkdir()
     (tmp_path / "again").symlink_to(tmp_path)
     (tmp_path / f"{8:016x}").symlink_to(tmp_path)
@@ -206,37 +205,26 @@ def test_what_cannot_be_listed_is_left_out_and_the_bound_is_kept(tmp_path, monke
     (record,) = caplog.records
     assert f"{2:016x} is left out" in record.getMessage()
     size = max(file.size for file in one.files())
-    assert len(one.prune(max_bytes=2 * size)) == 2
-    assert [file.version for file in sorted(one.files())] == [3, 4]
+    assert len(one.prune(2 * size)) == 2
+    assert [file.order for file in sorted(one.files())] == [3, 4]
 
 
 def test_what_cannot_be_deleted_stays_and_others_go(tmp_path, monkeypatch, caplog):
     one = open_again(tmp_path)
-    for version in range(5):
-        one.write([rollout(version, version=version)])
+    for order in range(5):
+        one.write([rollout(order, order=order)])
     files = sorted(one.files())
     monkeypatch.setattr(os, "remove", refusing(os.remove, {files[0].path}))
-    assert [file.version for file in one.prune(max_bytes=2 * max(file.size for file in files))] == [1, 2, 3]
-    assert [file.version for file in sorted(one.files())] == [0, 4]
+    assert [file.order for file in one.prune(2 * max(file.size for file in files))] == [1, 2, 3]
+    assert [file.order for file in sorted(one.files())] == [0, 4]
     assert "cannot be deleted" in caplog.text
-
-
-def test_an_engine_can_count_on_from_whatever_version_a_folder_holds(tmp_path):
-    one = open_again(tmp_path)
-    one.write([rollout(1, version=2**31 - 1)])
-    other = open_again(tmp_path)
-    (read,) = other.load(1000)
-    assert read.version == other.newest_version == module.MAX_VERSION
-    for number in range(2):
-        one.write([rollout(2 + number, version=module.MAX_VERSION + 1 + number)])
-    assert len(other.read(1)) == 2
 
 
 def test_a_file_that_cannot_be_read_now_keeps_no_other_from_being_read(tmp_path, monkeypatch, caplog):
     one, other = open_again(tmp_path), open_again(tmp_path)
     for number in range(4):
-        one.write([rollout(number, version=number)])
-    cat_file, bad = other._fs.cat_file, [file.path for file in one.files() if file.version in (1, 3)]
+        one.write([rollout(number, order=number)])
+    cat_file, bad = other._fs.cat_file, [file.path for file in one.files() if file.order in (1, 3)]
 
     def refuse(path):
         if path in bad:
@@ -245,7 +233,6 @@ def test_a_file_that_cannot_be_read_now_keeps_no_other_from_being_read(tmp_path,
 
     monkeypatch.setattr(other._fs, "cat_file", refuse)
     assert numbers(other.load(10**6)) == [0, 2]
-    assert other.newest_version == 3
     assert other.read(1) == []
     assert len(caplog.records) == 2
     bad.clear()
@@ -269,24 +256,22 @@ def test_what_cannot_be_written_raises_and_leaves_nothing(tmp_path, monkeypatch,
     assert sorted(numbers(open_again(tmp_path).read(1))) == [1, 2]
 
 
-def test_pruning_keeps_the_newest_versions(tmp_path):
+def test_pruning_keeps_the_newest_files(tmp_path):
     one = open_again(tmp_path)
-    for version in range(10):
+    for order in range(10):
         for problem in range(3):
-            one.write([rollout(version, problem=problem, version=version)])
+            one.write([rollout(order, problem=problem, order=order)])
     size = max(file.size for file in one.files())
-    kept = lambda: sorted({file.version for file in one.files()})  # noqa: E731
-    assert len(one.prune(keep_versions=8)) == 6
-    assert kept() == list(range(2, 10))
-    one.prune(max_bytes=6 * size)
+    kept = lambda: sorted({file.order for file in one.files()})  # noqa: E731
+    one.prune(6 * size)
     assert kept()[0] >= 7
     assert sum(file.size for file in one.files()) <= 6 * size
-    assert one.prune(keep_versions=20) == one.prune(max_bytes=10**9) == []
+    assert one.prune(10**9) == []
     half_written, dead = (tmp_path / f"{problem:016x}" / f".{5:016x}" for problem in (1, 2))
     for path in (half_written, dead):
         path.write_bytes(b"half")
     os.utime(dead, (0, 0))
-    assert open_again(tmp_path).prune(max_bytes=0)
+    assert open_again(tmp_path).prune(0)
     assert kept() == []
     assert [path for path in tmp_path.rglob("*") if path != half_written.parent] == [half_written]
 
@@ -294,14 +279,12 @@ def test_pruning_keeps_the_newest_versions(tmp_path):
 def test_a_full_folder_is_pruned_by_those_who_write(tmp_path):
     one, other = (open_again(tmp_path, max_bytes=60_000) for _ in range(2))
     most, state = 0, random.getstate()
-    for version in range(200):
+    for order in range(200):
         for folder in (one, other):
-            folder.prune_by_chance(
-                folder.write([rollout(version, problem=version % 5, version=version, size=200)]).size
-            )
+            folder.prune_by_chance(folder.write([rollout(order, problem=order % 5, order=order, size=200)]).size)
         most = max(most, sum(file.size for file in one.files()))
     assert 60_000 < most < 90_000
-    assert max(file.version for file in one.files()) == 199
+    assert max(file.order for file in one.files()) == 199
     assert random.getstate() == state  # a trainer in this process may have seeded it
 
 
@@ -311,7 +294,7 @@ def test_a_folder_may_be_on_any_file_system():
     assert one.is_remote
     assert numbers(other.read(1)) == [1]
     assert numbers(open_again("memory://history/of a run").load(100)) == [1]
-    assert len(one.prune(max_bytes=0)) == 1
+    assert len(one.prune(0)) == 1
     assert list(other.files()) == []
 
 

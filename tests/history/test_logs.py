@@ -18,7 +18,7 @@ import pyarrow.parquet as parquet
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.history.logs import read
 from rollout_spec.history.problems import Problems
-from rollout_spec.history.rollout import CONTEXT_TOKENS
+from rollout_spec.history.rollout import CONTEXT_TOKENS, FIRST_TIME
 
 
 class Tokenizer:
@@ -64,11 +64,12 @@ ANSWER = {"role": "assistant", "content": "w8 w9"}
 
 
 @pytest.mark.parametrize(
-    ("row", "prompt", "tokens", "version"),
+    ("row", "prompt", "tokens", "order"),
     [
         (IDS, [5, 6, 7], [8, 9], 0),
         ({"prompt_ids": [5], "completion_ids": [8], "step": 4}, [5], [8], 4),
         ({**IDS, "prompt": "w1", "completion": "w2", "version": 3.0}, [5, 6, 7], [8, 9], 3),
+        ({**IDS, "step": 2**31 - 1}, [5, 6, 7], [8, 9], FIRST_TIME - 1),  # still older than what a run samples
         ({"input": "w5 w6", "output": "w8 w9", "step": 2, "score": 1.0}, [5, 6], [8, 9], 2),  # verl
         ({"prompt": "w5", "completion": "w8", "step": 7, "advantage": 0.1}, [5], [8], 7),  # TRL
         ({"prompt": USER, "completion": "w8 w9"}, [91, 5, 6, 90], [8, 9], 0),
@@ -80,7 +81,7 @@ ANSWER = {"role": "assistant", "content": "w8 w9"}
     ],
 )
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_logs_of_frameworks_are_read(tmp_path, row, prompt, tokens, version, kind):
+def test_logs_of_frameworks_are_read(tmp_path, row, prompt, tokens, order, kind):
     path = tmp_path / "log"
     if kind == "parquet":
         write_parquet(path, [row, row])
@@ -90,7 +91,7 @@ def test_logs_of_frameworks_are_read(tmp_path, row, prompt, tokens, version, kin
     assert bad == []
     assert len(rollouts) == 2
     for rollout in rollouts:
-        assert (rollout.tokens.tolist(), rollout.version) == (tokens, version)
+        assert (rollout.tokens.tolist(), rollout.order) == (tokens, order)
         assert rollout.context.tolist() == prompt[-CONTEXT_TOKENS:]
         assert rollout.problem_id == problem_of_prompt(prompt)
         assert rollout.tokens.dtype == rollout.context.dtype == np.int32
@@ -105,10 +106,10 @@ def test_an_engine_recognises_the_prompts(tmp_path):
     assert problems.start(later).problem_id == rollout.problem_id
 
 
-def test_a_problem_may_be_named_and_a_version_given(tmp_path):
+def test_a_problem_may_be_named_and_a_step_given(tmp_path):
     path = write_lines(tmp_path / "log", [{**IDS, "problem_id": 2**64 - 1, "step": 3}])
-    (rollout,), _ = read_all(path, version=5)
-    assert (rollout.problem_id, rollout.version, rollout.root) == (2**64 - 1, 5, None)
+    (rollout,), _ = read_all(path, step=5)
+    assert (rollout.problem_id, rollout.order, rollout.root) == (2**64 - 1, 5, None)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +125,9 @@ def test_a_problem_may_be_named_and_a_version_given(tmp_path):
         ({**IDS, "token_ids": [2**31]}, "token ids have 31 bits"),
         ({**IDS, "token_ids": [True]}, "must be text or a list of token ids"),
         ({**IDS, "token_ids": 7}, "must be text or a list of token ids"),
-        ({**IDS, "step": -1}, "policy version must be an integer of 31 bits, got -1"),
-        ({**IDS, "step": 1.5}, "policy version must be an integer"),
-        ({**IDS, "step": math.inf}, "policy version must be an integer"),
+        ({**IDS, "step": -1}, "the step must be an integer of 31 bits, got -1"),
+        ({**IDS, "step": 1.5}, "the step must be an integer"),
+        ({**IDS, "step": math.inf}, "the step must be an integer"),
         ({**IDS, "problem_id": 2**64}, "problem_id must be an integer of 64 bits"),
         ({"prompt": [{"role": "nobody", "content": ""}], "completion": "w5"}, "chat template cannot render it"),
         ({"prompt": "w5", "completion": "\ufffd w5"}, "the completion's text has U+FFFD"),

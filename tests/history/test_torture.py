@@ -18,21 +18,21 @@ from rollout_spec.history.folder import HistoryFolder
 from tests.history.made_up import ORIGIN, rollout
 
 ORIGIN_OF_NUMBERS = ORIGIN._replace(vocab_size=2**31 - 1)
-PROBLEMS, KEPT_VERSIONS, SECONDS_PER_VERSION, NUM_ROUNDS = 4, 6, 1.0, 20
+PROBLEMS, KEPT_BYTES, NUM_ROUNDS = 4, 3_000_000, 20
 
 
-def made(number, problem, version):
-    return rollout(number, problem=problem, version=version, size=1 + number % 50)
+def made(number, problem, order):
+    return rollout(number, problem=problem, order=order, size=1 + number % 50)
 
 
 def write(folder, notes, first, began):
     """Write rollouts numbered from `first` on, and note each file once the folder has it."""
     number = int(first)
     while True:
-        problem, version = random.randrange(PROBLEMS), int((time.time() - began) / SECONDS_PER_VERSION)
-        group = [made(number + i, problem, version) for i in range(random.randrange(1, 4))]
+        problem, order = random.randrange(PROBLEMS), int(time.time() - began)
+        group = [made(number + i, problem, order) for i in range(random.randrange(1, 4))]
         folder.write(group)
-        notes.writelines(f"{number + i} {problem} {version}\n" for i in range(len(group)))
+        notes.writelines(f"{number + i} {problem} {order}\n" for i in range(len(group)))
         notes.flush()
         number += len(group)
         time.sleep(0.002)
@@ -45,9 +45,9 @@ def read(folder, notes):
         print("read" if met else "", file=notes, flush=True)
         for problem in range(PROBLEMS):
             for found in folder.read(problem):
-                expected = made(int(found.tokens[0]), problem, found.version)
+                expected = made(int(found.tokens[0]), problem, found.order)
                 met[int(found.tokens[0])] += 1
-                is_right = all((a == b).all() for a, b in zip(found[2:5], expected[2:5], strict=True))
+                is_right = all((a == b).all() for a, b in zip(found[1:4], expected[1:4], strict=True))
                 if not is_right or met[int(found.tokens[0])] > 1 or folder.stats.files_refused:
                     print("wrong", found, file=notes, flush=True)
         time.sleep(0.01)
@@ -55,7 +55,7 @@ def read(folder, notes):
 
 def prune(folder, notes):
     while True:
-        folder.prune(keep_versions=KEPT_VERSIONS)
+        folder.prune(KEPT_BYTES)
         time.sleep(0.2)
 
 
@@ -107,15 +107,15 @@ def test_killed_at_any_moment(tmp_path):
     for log in tmp_path.glob("write *.log"):
         *lines, _ = log.read_text().split("\n")  # the last one is empty, or was cut
         for line in lines:
-            number, problem, version = map(int, line.split())
-            written[number] = problem, version
+            number, problem, order = map(int, line.split())
+            written[number] = problem, order
     folder = HistoryFolder(str(path), ORIGIN_OF_NUMBERS)
     held = {}
     for problem in range(PROBLEMS):
         for found in folder.read(problem):
             assert int(found.tokens[0]) not in held
-            held[int(found.tokens[0])] = problem, found.version
-    oldest = min(version for _, version in held.values())
+            held[int(found.tokens[0])] = problem, found.order
+    oldest = min(order for _, order in held.values())
     expected = {number: about for number, about in written.items() if about[1] > oldest}
     assert len(expected) > 20
     assert expected.items() <= held.items()

@@ -260,7 +260,7 @@ FEW_BLOCKS = {"block_size": 32, "num_gpu_blocks_override": 7, "enable_prefix_cac
 
 
 def two_busy_rounds(llm):
-    """Outputs, with preempted and stopped requests among them, and a weight update after each round."""
+    """Outputs, with preempted and stopped requests among them."""
     preempted = count_preemptions(llm)
     params = [
         *mixed_params(8, 1, max_tokens=40, ignore_eos=True),
@@ -269,7 +269,6 @@ def two_busy_rounds(llm):
     outputs = []
     for _ in range(2):
         outputs += generate(llm, params, prompts_of(params))
-        llm.collective_rpc("rollout_spec", args=("begin_policy_version",))
     assert preempted
     return outputs
 

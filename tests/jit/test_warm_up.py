@@ -65,7 +65,6 @@ def run_a_session(config):
                     session, tokens, outcomes, ended=ended, requests=requests, has_features=turn > 0, model=model
                 )
                 ended = []
-            session.drafter.begin_policy_version(turn + 1)
         session.drafter.stop_request(next(iter(session.live)), keep=False)
         assert session.is_learning
     for temperature in (0.0, 1.0):

@@ -29,9 +29,9 @@ def work(seed):
     rng = np.random.default_rng(seed)
     engine = Engine(max_requests=3, max_resident_tokens=64)
     engine.drafter.record_rollouts()
-    said, copies, recorded, version = [], [], [], 0
+    said, copies, recorded = [], [], []
     for _ in range(80):
-        operation = rng.choice(["start", "commit", "commit", "propose", "propose", "stop", "add", "version"])
+        operation = rng.choice(["start", "commit", "commit", "propose", "propose", "stop", "add"])
         live = sorted(engine.live)
         if operation == "start" and engine.free:
             engine.start([*PROMPTS[rng.integers(3)], int(rng.integers(3))], seed=int(rng.integers(2**62)))
@@ -48,10 +48,6 @@ def work(seed):
         elif operation == "add":
             prompt, tokens = [*PROMPTS[rng.integers(3)], 0], rng.integers(0, 3, 9).tolist()
             engine.add(prompt, tokens, random_features(rng, tokens))
-        elif operation == "version":
-            version += 1
-            engine.drafter.begin_policy_version(version)
-            engine.reference.begin_policy_version(version)
         while len(copies) > 2 or (copies and copies[0].has_arrived()):
             said += [values.copy() for values in copies.pop(0).read()]
     said += [values for copy in copies for values in copy.read()]

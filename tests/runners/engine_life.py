@@ -40,8 +40,6 @@ NUM_LIVES = int(os.environ.get("ENGINE_LIVES", "0"))
 """So many lives, other ones in every run; 0: a few, always the same ones."""
 
 MAX_PROMPT, MAX_DRAFT_TOKENS = 90, 5
-CHANGED = ("announced", "loaded", "unsaid")
-"""How an engine hears of new weights: a version is announced, vLLM loads weights itself, or nobody says anything."""
 
 SAMPLING = {
     "temperature": st.sampled_from([0.0, 0.5, 1.0, 1.3]),
@@ -216,8 +214,6 @@ class EngineLife(RuleBasedStateMachine):
         self._uncompared: list[Rollout] = []
         self._conversations: list[list[int]] = []
         self._clear()
-        self._version = stats_of(on)["policy_version"]
-        self._has_new_weights = False
 
     # -- what can happen ---------------------------------------------------------------------------------------------
 
@@ -276,8 +272,8 @@ class EngineLife(RuleBasedStateMachine):
         """Switch drafting off or on."""
         self.on.collective_rpc("rollout_spec", args=("set_enabled", is_on))
 
-    @rule(after=st.integers(0, 4), variant=st.integers(0, 3), how=st.sampled_from(CHANGED))
-    def update_weights(self, after: int, variant: int, how: str) -> None:
+    @rule(after=st.integers(0, 4), variant=st.integers(0, 3))
+    def update_weights(self, after: int, variant: int) -> None:
         """New weights. Requests go on with a cache that is computed anew, as their first tokens' would be stale."""
         self.step(after)
         assert self.engine.reset_prefix_cache(reset_running_requests=True)
@@ -291,11 +287,6 @@ class EngineLife(RuleBasedStateMachine):
         self._uncompared = list(self.waiting.values())
         assert self.off.llm_engine.reset_prefix_cache()
         self.change_weights(variant)
-        if how == "announced":
-            self.on.collective_rpc("rollout_spec", args=("begin_policy_version",))
-        elif how == "loaded":
-            runner_of(self.on).model.load_weights([])
-        self._has_new_weights |= how != "unsaid"
 
     @rule()
     def finish(self) -> None:
@@ -333,8 +324,6 @@ class EngineLife(RuleBasedStateMachine):
 
     def _step(self) -> None:
         self._look_at_scheduler()
-        self._version += self._has_new_weights
-        self._has_new_weights = False
         before = stats_of(self.on)
         stepped = list(self.waiting.values())
         num_known = sum(len(rollout.sampled) for rollout in stepped)
@@ -366,7 +355,6 @@ class EngineLife(RuleBasedStateMachine):
         assert stats["accepted_tokens"] == sum(stats["accepted_per_position"])
         assert stats["num_drafts"] <= stats["request_steps"]
         assert stats["drafter_errors"] == 0
-        assert stats["policy_version"] == self._version or self.is_asynchronous
         # Without a forward pass, as where all were preempted, the drafter hears of nothing.
         self._check(self, stats["steps"] > before["steps"])
 
@@ -379,7 +367,6 @@ class EngineLife(RuleBasedStateMachine):
         """End what a life that has failed has left, and begin with the first weights."""
         self.on.collective_rpc("rollout_spec", args=("set_enabled", True))
         self.change_weights(0)
-        self.on.collective_rpc("rollout_spec", args=("begin_policy_version",))
         assert self.off.llm_engine.reset_prefix_cache()
         assert self.engine.reset_prefix_cache(reset_running_requests=True)
         self.engine.abort_request(self._given)

@@ -105,10 +105,6 @@ class Counters:
     counts: NDArray[np.int32] = field(default_factory=lambda: np.zeros((constants.CELLS, 2), np.int32))
     by_source: NDArray[np.int32] = field(default_factory=lambda: np.zeros((len(constants.SOURCES), 2), np.int32))
 
-    def forget(self) -> None:
-        """Let old outcomes count for less, under a new policy."""
-        self.counts[:] = (self.counts * np.float32(constants.VERSION_DECAY)).astype(np.int32)
-
     def halve_full(self) -> None:
         """Halve the counters with MAX_TRIALS trials. `DeviceDrafter` does the same when requests end."""
         self.counts[self.counts[:, 0] >= constants.MAX_TRIALS] //= 2
@@ -281,7 +277,6 @@ class ReferenceDrafter:
         self.counters = Counters()
         self._max_draft_tokens = max_draft_tokens
         self.wants_features = features
-        self._version = 0
         self._live: dict[str, _Live] = {}
         self._finished: dict[int, list[_Live]] = {}
         self._num_started = 0
@@ -369,11 +364,6 @@ class ReferenceDrafter:
         self._resident.discard(problem_id)
         for text in self._finished.get(problem_id, []):
             text.stamp = 0
-
-    def begin_policy_version(self, version: int) -> None:
-        if version > self._version:
-            self._version = version
-            self.counters.forget()
 
     def texts(self) -> list[_Live]:
         """Of live requests and of rollouts that have ended."""

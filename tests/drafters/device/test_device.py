@@ -104,10 +104,10 @@ class Engine:
         self.drafter.stop_requests([EndedRequest(slot, int(self.total_len[slot]), **trim)])
         self.reference.stop_request(req_id, keep=trim.get("keep", True))
 
-    def add(self, prompt, tokens, features=None, version=2**31 - 1):
+    def add(self, prompt, tokens, features=None):
         """A rollout comes that ended elsewhere."""
         context, said = np.array(prompt[-32:], np.int32), np.array(tokens, np.int32)
-        self.drafter.add_rollouts([Rollout(problem_of_prompt(prompt), version, context, said, features)])
+        self.drafter.add_rollouts([Rollout(problem_of_prompt(prompt), context, said, features)])
         if tokens:
             self.reference.add_rollout(problem_of_prompt(prompt), prompt[-32:], tokens, features)
 
@@ -142,7 +142,6 @@ OPERATIONS = st.lists(
         st.tuples(st.just("retell"), st.integers(0, 2), st.integers(0, 30)),
         st.tuples(st.just("stop"), st.integers(0, 5), st.sampled_from([True, True, True, False])),
         st.tuples(st.just("add"), st.integers(0, 2), TOKENS),
-        st.tuples(st.just("version"), st.none(), st.none()),
         st.tuples(st.just("evict"), st.none(), st.none()),
         st.tuples(st.just("propose"), st.none(), st.none()),
     ),
@@ -184,7 +183,7 @@ def check_against_reference(operations, random, *, has_features=False, **options
     The reference drops nothing: with a pool that is too small only what it holds is checked.
     """
     is_bounded = "max_resident_tokens" in options
-    engine, version, last = Engine(**options), 0, {}
+    engine, last = Engine(**options), {}
     rng = np.random.default_rng(random.getrandbits(32))
 
     def features(tokens):
@@ -208,10 +207,6 @@ def check_against_reference(operations, random, *, has_features=False, **options
             engine.stop(live[a % len(live)], keep=b)
         elif name == "add":
             engine.add(PROMPTS[a], b, random_features(rng, b) if has_features and rng.random() < 0.8 else None)
-        elif name == "version":
-            version += 1
-            engine.drafter.begin_policy_version(version)
-            engine.reference.begin_policy_version(version)
         elif name == "evict" and engine.drafter._idle:
             engine.reference.evict(next(iter(engine.drafter._idle)))
             engine.drafter._evict_oldest()
@@ -413,14 +408,12 @@ def test_the_newest_rollouts_stay_on_the_host_and_come_back_first():
     """Of five tokens each: the host has room for three, and the problem on the device for exactly two."""
     engine = Engine(max_problem_tokens=10, max_history_tokens=16)
     drafter = engine.drafter
-    for version in range(4):
-        drafter.begin_policy_version(version)
+    for number in range(4):
         request = engine.start([0, 1])
-        engine.commit(request, [5, 6, 7 + version])
+        engine.commit(request, [5, 6, 7 + number])
         engine.stop(request)
-    assert [(rollout.read()[0].tolist(), rollout.version) for rollout in drafter._archive.order] == [
-        ([0, 1, 5, 6, 7 + version], version) for version in (1, 2, 3)
-    ]
+    kept = [rollout.read()[0].tolist() for rollout in drafter._archive.order]
+    assert kept == [[0, 1, 5, 6, 7 + number] for number in (1, 2, 3)]
     assert not drafter._archive._copying, "what has arrived is no longer waited for"
     drafter._evict_oldest()
     slot = engine.live[engine.start([0, 1])]
@@ -581,16 +574,15 @@ def test_warming_up_compiles_what_any_batch_launches(features, monkeypatch):
     assert {name for name, *_ in compiled} == ours(kernels)
 
 
-def test_preempted_requests_come_again_under_their_own_version():
+def test_preempted_requests_come_again():
     engine = Engine()
     request = engine.start([0, 1])
     slot = engine.live[request]
-    engine.drafter.begin_policy_version(3)
-    version = engine.drafter.preempt_request(slot)
-    assert version == 0
+    engine.drafter.preempt_request(slot)
     engine.drafter.check_integrity()
-    engine.drafter.start_request(slot, [0, 1], version=version)
-    assert engine.drafter._live[slot].version == 0
+    assert slot not in engine.drafter._live
+    engine.drafter.start_request(slot, [0, 1])
+    engine.drafter.check_integrity()
 
 
 def test_live_requests_are_looked_at_before_rollouts_from_elsewhere():
@@ -616,23 +608,6 @@ def test_live_requests_are_looked_at_before_rollouts_from_elsewhere():
     engine.drafter.check_integrity()
 
 
-@pytest.mark.parametrize("is_live", [False, True])
-def test_rollouts_from_elsewhere_are_as_old_as_their_policies(is_live):
-    """Whether their problem is on the device when they come or not, and whatever their order."""
-    engine = Engine()
-    engine.drafter.begin_policy_version(9)
-    for version, counted in ((5, 5), (9, 9), (12, 9), (3, 3)):
-        request = engine.start([version]) if is_live else None
-        engine.add([version], [5, 6], version=version)
-        request = request or engine.start([version])
-        engine.commit(request, [5])
-        assert engine.propose()[1][-1, 0] == 6
-        assert engine.drafter._archive.newest_first(problem_of_prompt([version]))[0].version == counted
-        engine.stop(request, keep=False)
-    summary = engine.drafter.history_summary()
-    assert (summary["oldest_version"], summary["newest_version"]) == (3, 9)
-
-
 def test_rejected_arguments():
     drafter = Engine().drafter
     drafter.start_request(0, [1])
@@ -643,9 +618,6 @@ def test_rejected_arguments():
     assert 0 in drafter._live
     with pytest.raises(ValueError, match="slot 1 is free"):
         drafter.preempt_request(1)
-    drafter.begin_policy_version(2)
-    with pytest.raises(ValueError, match="go up"):
-        drafter.begin_policy_version(1)
     for name, value in {"max_resident_tokens": 0, "max_problem_tokens": 0, "max_history_tokens": 0}.items():
         with pytest.raises(ValueError, match=name):
             Engine(**{name: value})
@@ -788,7 +760,7 @@ def test_recorded_rollouts_draft_in_another_drafter_as_in_their_own():
     (recorded,) = first.drafter.take_recorded()
     assert recorded.context.tolist() == [1, 2]
     assert recorded.tokens.tolist() == said
-    assert (recorded.problem_id, recorded.version) == (4, 0)
+    assert recorded.problem_id == 4
     assert first.drafter.take_recorded() == []
     for is_live in (False, True):
         second = Engine()

@@ -148,7 +148,6 @@ def test_candidates_weigh_by_source(index):
     recorder = make(index, shared=index == "suffix")
     prompt = [1, 2, 3, 9, 1, 2, 3]
     recorder.start("old", prompt, [5, 6], problem_id=7)
-    recorder.drafter.begin_policy_version(2)
     recorder.start("other", [8, 9, 1, 2, 3], [7], problem_id=8)
     recorder.start("r", prompt, [*range(20, 30), 9, 1, 2, 3], problem_id=7)
     weight = dict(zip(constants.SOURCES, constants.SOURCE_WEIGHT, strict=False))
@@ -191,18 +190,6 @@ def test_without_a_seed_the_noise_decides_nothing_after_a_request_with_one():
         recorder.start("r", [1, 2], [5], problem_id=7, seed=seed)
         assert recorder.draft("r", 1) == [expected]
         recorder.stop("r", keep=False)
-
-
-@pytest.mark.parametrize("version", [300, LARGEST])
-def test_a_run_may_resume_at_any_version(version):
-    recorder = make()
-    recorder.start("old", [1], [5, 6])
-    recorder.drafter.begin_policy_version(version)
-    recorder.drafter.begin_policy_version(version)
-    recorder.extend("old", [5, 6])  # still of the old policy
-    recorder.start("r", [1], [5])
-    assert recorder.draft("r", 1) == [6]
-    recorder.check()
 
 
 # -- outcomes --------------------------------------------------------------------------------------------------------
@@ -286,16 +273,6 @@ def test_proposals_survive_the_growth_of_rows():
     assert recorder.drafter.table.arrays.document.size > size
     recorder.extend("r", [5, 9])
     assert recorder.drafter.source_counts()["problem"] == (2, 1)
-
-
-def test_a_new_policy_forgets_a_part_of_every_counter():
-    """The same version again forgets nothing."""
-    recorder = make()
-    counters = recorder.drafter._calibration
-    counters.counts[:] = 100.0
-    for _ in range(2):
-        recorder.drafter.begin_policy_version(1)
-        assert np.allclose(counters.counts, 100.0 * constants.VERSION_DECAY)
 
 
 def test_a_new_request_does_not_inherit_a_proposal():
@@ -398,7 +375,7 @@ class LifeCycle(RuleBasedStateMachine):
             self.INDEX, shared=self.SHARED, max_draft_tokens=4, max_history_tokens=self.MAX_PAGES * PAGE_TOKENS
         )
         self.live: list[str] = []
-        self.started = self.version = 0
+        self.started = 0
 
     @rule(
         prompt=st.lists(st.integers(0, 1), max_size=3) | st.just([0, 1] * PAGE_TOKENS),
@@ -414,13 +391,11 @@ class LifeCycle(RuleBasedStateMachine):
 
     @rule(
         problem_id=st.integers(7, 8),
-        age=st.integers(-1, 3),
         context=st.lists(st.integers(0, 2), max_size=MAX_DEPTH),
         tokens=st.lists(st.integers(0, 2), max_size=9),
     )
-    def add(self, problem_id, age, context, tokens):
-        version = max(self.version - age, 0)
-        self.recorder.add(Rollout(problem_id, version, np.array(context, np.int32), np.array(tokens, np.int32)))
+    def add(self, problem_id, context, tokens):
+        self.recorder.add(Rollout(problem_id, np.array(context, np.int32), np.array(tokens, np.int32)))
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 2), max_size=9), times=st.sampled_from([1, 1, 5]))
@@ -445,11 +420,6 @@ class LifeCycle(RuleBasedStateMachine):
     def stop(self, data, keep):
         req_id = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
         self.recorder.stop(req_id, keep=keep)
-
-    @rule(step=st.integers(0, 2))
-    def new_policy(self, step):
-        self.version += step
-        self.recorder.drafter.begin_policy_version(self.version)
 
     @invariant()
     def everything_is_in_its_place(self):
@@ -504,10 +474,10 @@ def test_recorded_rollouts_draft_in_another_drafter_as_in_their_own(index):
     recorded = first.drafter.take_recorded()
     assert [rollout.tokens.tolist() for rollout in recorded] == [tokens.tolist() for tokens in rollouts]
     assert all(rollout.context.tolist() == prompt[-MAX_DEPTH:].tolist() for rollout in recorded)
-    assert all(rollout.problem_id == 5 and rollout.version == 0 for rollout in recorded)
+    assert all(rollout.problem_id == 5 for rollout in recorded)
     assert (recorded[1].features == known).all()
     assert first.drafter.take_recorded() == []
-    second.add(Rollout(5, 0, prompt[-MAX_DEPTH:], np.array([1, 2], np.int32)))
+    second.add(Rollout(5, prompt[-MAX_DEPTH:], np.array([1, 2], np.int32)))
     for rollout in recorded:
         second.add(rollout)
     second.check()
@@ -517,23 +487,12 @@ def test_recorded_rollouts_draft_in_another_drafter_as_in_their_own(index):
     assert first.draft("next") == second.draft("next") != []
 
 
-def test_added_rollouts_are_as_old_as_their_policies():
-    """Whatever their order; a version that has not begun here counts as the present one."""
-    recorder = make()
-    recorder.drafter.begin_policy_version(9)
-    for version in (5, 9, 12, 3):
-        recorder.add(Rollout(version, version, np.array([1], np.int32), np.array([5, 6], np.int32)))
-    summary = recorder.drafter.history_summary()
-    assert (summary["oldest_version"], summary["newest_version"]) == (3, 9)
-    assert [request.version for request in recorder.drafter._finished] == [5, 9, 9, 3]
-
-
 @both_indexes
 def test_a_load_of_more_than_fits_takes_no_more_memory_than_fits(index, monkeypatch):
     monkeypatch.setattr(history, "MAX_ADDED", 4 * PAGE_TOKENS)
     one_by_one, together = (make(index, max_history_tokens=10 * PAGE_TOKENS) for _ in range(2))
     tokens = np.random.default_rng(0).integers(0, 9, (102, PAGE_TOKENS)).astype(np.int32)
-    rollouts = [Rollout(number % 3, 0, text[:0], text) for number, text in enumerate(tokens)]
+    rollouts = [Rollout(number % 3, text[:0], text) for number, text in enumerate(tokens)]
     num_pages = together.drafter._store.num_pages
     assert 10 + 4 < num_pages < len(rollouts)
     together.drafter.add_rollouts(rollouts)

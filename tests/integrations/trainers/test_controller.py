@@ -43,7 +43,7 @@ class Engine:
         assert method == "rollout_spec"
         name, *values = args
         if name == "stats":
-            return [{**self._stats.to_dict(), "drafter_bytes": 5_000_000, "policy_version": 7}]
+            return [{**self._stats.to_dict(), "drafter_bytes": 5_000_000}]
         if name == "report":
             return [{"device": "a stand-in", "stats": self._stats.to_dict()}]
         self.calls.append((name, *values))

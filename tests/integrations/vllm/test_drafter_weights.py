@@ -124,7 +124,6 @@ def test_updates_of_the_target(drafters, reference_model, trained, method):
             assert torch.equal(value[:VOCAB_SIZE], model.state_dict()[name])
         reached, right = compare(pair, model, version)
         assert reached > right > 0, "drafts of the model were verified, and some were wrong"
-        assert stats_of(pair[0])["policy_version"] == version
 
 
 def test_counters_that_are_halved_are_no_loss(caplog):

@@ -29,8 +29,6 @@ def serve(llm, params, prompts):
         if stats["drafter_errors"]:
             draft_tokens_since_error.append(stats["draft_tokens"])
         step += 1
-        if step % 4 == 0:
-            llm.collective_rpc("rollout_spec", args=("begin_policy_version",))
     # In the first step after the error what had been drafted before is verified, and nothing from then on.
     assert len(set(draft_tokens_since_error[1:])) <= 1
     return [outputs[str(i)] for i in range(len(prompts))]
@@ -52,7 +50,7 @@ def faulty(model, method, fault, **options):
     )
 
 
-CALLED = ["start_request", "extend", "propose", "stop_request", "begin_policy_version"]
+CALLED = ["start_request", "extend", "propose", "stop_request"]
 ASKED = ["memory_bytes", "source_counts", "history_summary"]
 
 

@@ -9,7 +9,7 @@ import pytest
 from rollout_spec import engine_kwargs
 from rollout_spec.integrations.vllm import config, plugin
 from rollout_spec.integrations.vllm.config import config_of
-from rollout_spec.integrations.vllm.hooks import collective_rpc, loads_weights
+from rollout_spec.integrations.vllm.hooks import collective_rpc
 from tests.integrations.engines import build
 
 NOISE_ONLY = engine_kwargs(speculation=False)["additional_config"]
@@ -62,23 +62,6 @@ def test_a_hook_may_fail_in_any_way_that_a_changed_vllm_has(monkeypatch, error):
     asking = SimpleNamespace(additional_config=NOISE_ONLY, speculative_config=None)
     with pytest.raises(RuntimeError, match=r"in vllm\.runners, it is gone\. Install"):
         config_of(asking)
-
-
-LOADING = [
-    "load_weights", "reload_weights", "update_weights", "start_weight_update", "finish_weight_update",
-    "update_weights_from_ipc", "update_weights_from_path", "update_weight", "update_weights_from_collective",
-    "update_weights_via_ipc_zmq", "skyrl_start_weight_update", "nccl_reshard_refit",
-]  # fmt: skip
-OTHERS = [
-    "supports_draft_weight_updates",
-    "init_weight_transfer_engine", "init_weight_update_group", "compute_weight_checksums", "get_weights_by_name",
-    "check_weights", "fetch_weights", "prepare_refit_info", "skyrl_sleep_for_weight_sync",
-    "execute_model", "sample_tokens", "sleep", "wake_up", "add_lora", "remove_lora", "rollout_spec",
-]  # fmt: skip
-
-
-def test_methods_that_load_weights_are_known_by_their_names():
-    assert [name for name in LOADING + OTHERS if loads_weights(name)] == LOADING
 
 
 @pytest.mark.parametrize("method", ["update_max_model_len", "rollout_spec", len])

@@ -16,7 +16,7 @@ from rollout_spec.drafters.host.store import PAGE_TOKENS
 from rollout_spec.history.exchange import FolderThread
 from rollout_spec.history.folder import HistoryFolder, Origin, fingerprint
 from rollout_spec.history.problems import Problems
-from rollout_spec.history.rollout import Rollout
+from rollout_spec.history.rollout import FIRST_TIME, Rollout
 from rollout_spec.integrations.vllm import engine_history
 from rollout_spec.integrations.vllm.engine_history import STEPS_PER_SHARING, EngineHistory, origin_of
 from tests.history.made_up import rollouts_in
@@ -30,9 +30,9 @@ MODEL = SimpleNamespace(
 )
 
 
-def rollout(number, version=0, size=5):
+def rollout(number, order=0, size=5):
     """A rollout of `size` tokens that say which it is, as its problem does."""
-    return Rollout(number, version, np.array([1, 2, 3], np.int32), np.full(size, number, np.int32))
+    return Rollout(number, np.array([1, 2, 3], np.int32), np.full(size, number, np.int32), order=order)
 
 
 def write(path, *rollouts):
@@ -68,7 +68,7 @@ class Rank:
         """Take in what others have said of problems, of each of which a request begins here, says nothing and ends.
 
         Returns:
-            [(tokens' number, version)].
+            [(tokens' number, order)].
         """
         for problem_id in problem_ids:
             self.history.begin_request(problem_id)
@@ -78,7 +78,7 @@ class Rank:
             self.history.exchange()
         for problem_id in problem_ids:
             self.history.end_request(problem_id)
-        return [(int(rollout.tokens[0]), rollout.version) for rollout in self.taken]
+        return [(int(rollout.tokens[0]), rollout.order) for rollout in self.taken]
 
 
 @pytest.fixture
@@ -105,21 +105,48 @@ def ranks(monkeypatch):
         rank.history.close()
 
 
-@pytest.mark.parametrize(
-    ("count", "ours", "oldest", "newest"), [(1, 0, 0, 0), (1, 5, 3, 5), (2, 7, 3, 7), (2, 20, 3, 9)]
-)
-def test_rollouts_of_other_engines_have_the_versions_that_they_had_there(ranks, tmp_path, count, ours, oldest, newest):
-    """Of a trainer's versions an engine may be told later than another one: what is newer counts as the present."""
+@pytest.mark.parametrize("count", [1, 2])
+def test_rollouts_of_other_engines_come_in_the_order_that_they_have_there(ranks, tmp_path, count):
     *here, sent = ranks(tmp_path, count)
     for rank in here:
         rank.history.load()
-        rank.drafter.begin_policy_version(ours)
-    write(tmp_path, *(rollout(version, version) for version in (3, 5, 9)))
+    write(tmp_path, *(rollout(number, number) for number in (9, 3, 5)))
     for rank in here:
         assert rank.take(3, 5, 9) == [(3, 3), (5, 5), (9, 9)]
         assert len(sent) == (count == 2 and rank is here[0]), "told once in STEPS_PER_SHARING steps, and not in each"
-        summary = rank.drafter.history_summary()
-        assert (summary["rollouts"], summary["oldest_version"], summary["newest_version"]) == (3, oldest, newest)
+        assert rank.drafter.history_summary()["rollouts"] == 3
+
+
+def test_files_say_when_a_generation_began(ranks, tmp_path, monkeypatch):
+    """What was imported is older, whenever that was. A generation begins when no request is live, or after a while."""
+    here, _ = ranks(tmp_path)
+    here.history.load()
+    write(tmp_path, rollout(7, order=FIRST_TIME - 1))
+    now = [FIRST_TIME + 1000.5]
+    monkeypatch.setattr(engine_history.time, "time", lambda: now[0])
+
+    def sample(*problem_ids):
+        for problem_id in problem_ids:
+            here.history.begin_request(problem_id)
+            here.drafter.start_request(str(problem_id), [1, 2, 3], problem_id=problem_id)
+            here.drafter.extend(str(problem_id), [4, 5])
+            now[0] += 1
+
+    def end(*problem_ids):
+        for problem_id in problem_ids:
+            here.drafter.stop_request(str(problem_id))
+            here.history.end_request(problem_id)
+
+    sample(1, 2)
+    end(1, 2)
+    sample(3)  # the last generation's rollouts are recorded in this one
+    here.history.exchange()
+    now[0] += engine_history.LONGEST_GENERATION
+    sample(4)
+    end(3, 4)
+    here.history.close()
+    kept = {r.problem_id: r.order - FIRST_TIME for r in rollouts_in(tmp_path)}
+    assert kept == {7: -1, 1: 1000, 2: 1000, 3: 1002, 4: 1003 + engine_history.LONGEST_GENERATION}
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -222,12 +249,3 @@ def test_an_engine_that_is_dropped_ends_its_thread_which_writes_what_there_is(tm
     running.join(60)
     assert not running.is_alive()
     assert thread.folder.stats.rollouts_written == 1
-
-
-@pytest.mark.parametrize("version", [16, 17])
-def test_a_folder_of_another_training_is_said_once(ranks, tmp_path, caplog, version):
-    rank, _ = ranks(tmp_path)
-    rank.history.load()
-    write(tmp_path, rollout(1, version), rollout(2, version))
-    assert len(rank.take(1, 2)) == 2
-    assert sum("another training" in record.getMessage() for record in caplog.records) == (version > 16)
