@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from experiments.rows import append, make_parser, origin
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
-from rollout_spec.drafters.model.choice_device import DeviceChoice
+from rollout_spec.drafters.model.choice import DeviceChoice
 from rollout_spec.features.format import FEATURE_WORDS, SIGNATURE_BITS, TOP_TOKENS, pack, unpack
 from rollout_spec.features.torch import pack_signatures
 from rollout_spec.transfers import HostCopy

@@ -7,7 +7,6 @@ them, and gets the drafts of the next step. What a step does is in `drafters/hos
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,6 @@ from rollout_spec.drafters.batch import as_batch_drafter
 from rollout_spec.drafters.host import step
 from rollout_spec.drafters.host.requests import UNLIMITED
 from rollout_spec.drafters.host.step import Learned, Sampled, StepOptions
-from rollout_spec.drafters.model.choice import DraftChoice, ModelDrafts
 from rollout_spec.types import Drafts
 
 NO_COST = np.zeros(0)
@@ -31,7 +29,6 @@ class Drafting:
     Attributes:
         drafter: Names the requests' rows, in `drafter.table`.
         budget: Decides how much of each draft is verified. None: all of it.
-        choice: Chooses between its drafts and those of a model; None where there is no model.
         wants_rejected_targets: Whether what the target samples after a rejected draft is of use to the drafter.
         num_asked: For how many requests the drafter was asked in this step.
         seconds: What that took, the budget's decision included.
@@ -41,7 +38,6 @@ class Drafting:
         max_model_len: Most tokens of a request, prompt and output.
         vocab_size: Of the target; other tokens cannot be verified.
         max_step_tokens: Most tokens of a step, drafts included, which only a budget heeds.
-        has_model: Whether a model drafts, too.
     """
 
     def __init__(
@@ -53,20 +49,15 @@ class Drafting:
         vocab_size: int,
         max_step_tokens: int = UNLIMITED,
         budget: Budget | None = None,
-        has_model: bool = False,
     ) -> None:
         self.drafter: BatchDrafter = as_batch_drafter(drafter, num_speculative_tokens)
         self._is_calibrated = self.drafter is drafter  # see `BatchDrafter`
         self.budget = budget
-        self.choice = DraftChoice() if has_model else None
         self.wants_rejected_targets = bool(getattr(self.drafter, "wants_rejected_targets", False))
         self.num_asked, self.seconds = 0, 0.0
         self._num_speculative_tokens = num_speculative_tokens
         self._vocab_size, self._max_step_tokens = vocab_size, max_step_tokens
-        model = np.zeros((0, 0)) if self.choice is None else self.choice.counts
-        self._options = StepOptions(num_speculative_tokens, max_model_len, True, model)
-        # The class is asked: `_OneByOne` passes on every attribute of the drafter that it calls.
-        self._continues = hasattr(type(self.drafter), "continue_rows")
+        self._options = StepOptions(num_speculative_tokens, max_model_len, True)
 
     def index_late(self) -> None:
         """From now on index tokens in the drafter's `update_index`, not in `learn`: drafts find them a step later."""
@@ -83,16 +74,13 @@ class Drafting:
             self.budget.observe_drafts(learned.expected, learned.num_accepted)
         return learned
 
-    def draft(
-        self, rows: NDArray[np.int64], room: NDArray[np.int64], *, num_tokens: int, model: ModelDrafts | None = None
-    ) -> Drafts:
+    def draft(self, rows: NDArray[np.int64], room: NDArray[np.int64], *, num_tokens: int) -> Drafts:
         """Draft for the next step, where that pays.
 
         Args:
             rows: int64 [B], the requests.
             room: int64 [B], see `Learned`.
             num_tokens: Tokens that the next step computes without drafts: one per request, and those of prompts.
-            model: What the model drafted for the same requests, if there is one.
 
         Returns:
             Drafts [B, K], cut to what is worth verifying.
@@ -110,15 +98,6 @@ class Drafting:
         if chosen.size < rows.size:
             rows, room = rows[chosen], room[chosen]
         self.drafter.propose_rows(rows, room)
-        if self.choice is not None:
-            if model is not None:
-                theirs = ModelDrafts(model.token_ids[chosen], model.probabilities[chosen])
-            else:  # it did not run in this step
-                theirs = ModelDrafts(np.zeros((rows.size, 0), np.int32), np.zeros((rows.size, 0), np.float32))
-            some = self.choice.choose(self.drafter.table, rows, room, theirs)
-            if self._continues and some.size:
-                drafter: Any = self.drafter
-                drafter.continue_rows(rows[some], room[some])
         trust, value, cost = 1.0, 0.0, NO_COST
         if self.budget is not None:
             most = min(drafts.token_ids.size, self._max_step_tokens - num_tokens)

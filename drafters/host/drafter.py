@@ -158,7 +158,7 @@ class HistoryDrafter:
         self._scratch = by_reference(new_scratch(max_draft_tokens))
         self._window = np.empty(WINDOW, np.int32)
         # For `extend`, which knows no request's end; `propose` indexes its tokens first.
-        self._options = StepOptions(max_draft_tokens, UNLIMITED, False, np.zeros((0, 0)))
+        self._options = StepOptions(max_draft_tokens, UNLIMITED, False)
         self._live: dict[str, _Request] = {}
         self._prompts: dict[tuple[int, int, int], _Prompt] = {}
         self._problems: dict[int, int] = {}  # number in the store by problem id
@@ -321,19 +321,7 @@ class HistoryDrafter:
             ngram.rehash(store.arrays, self._index.buckets, index.buckets)
 
     def propose_rows(self, rows: NDArray[np.int64], room: NDArray[np.int64]) -> None:
-        self._propose(rows, room, continues=False)
-
-    def continue_rows(self, rows: NDArray[np.int64], room: NDArray[np.int64]) -> None:
-        """Continue a model's drafts, which `DraftChoice` has chosen: fills `Requests.continued`.
-
-        Args:
-            rows: int64 [R].
-            room: int64 [R], most tokens of the whole drafts.
-        """
-        self._propose(rows, room, continues=True)
-
-    def _propose(self, rows: NDArray[np.int64], room: NDArray[np.int64], *, continues: bool) -> None:
-        step.propose(self.table.reference, self._state_by_reference(), rows, room, continues, self._scratch)
+        step.propose(self.table.reference, self._state_by_reference(), rows, room, self._scratch)
 
     def stop_request(self, req_id: str, *, keep: bool = True) -> None:
         live = self._request(req_id)

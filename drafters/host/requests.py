@@ -22,7 +22,6 @@ class HistoryDrafts(NamedTuple):
     """The last draft from history of each request, and what it takes to learn from it once its tokens are known."""
 
     lengths: NDArray[np.int64]  # [R]
-    num_given: NDArray[np.int64]  # [R] tokens at its beginning that another drafter has chosen
     tokens: Int32Array  # [R, K]
     confidence: Float32Array  # [R, K] see `Draft.confidence`
     cells: Int32Array  # [R, K, 2] index into the calibration's counts, and the source
@@ -39,13 +38,8 @@ class Requests(NamedTuple):
     is_complete: NDArray[np.bool_]  # [R] whether the last token has been sampled; the engine notices a step later
     seed: NDArray[np.int64]  # [R] of the noise
     has_seed: NDArray[np.bool_]  # [R] whether the target's noise is known
-    is_sampled: NDArray[np.bool_]  # [R] False for greedy requests
     document: NDArray[np.int64]  # [R] the output's number in the text store
     history: HistoryDrafts  # what history drafted for the step that is running
-    continued: HistoryDrafts  # how it goes on after the model's draft, where that one is verified
-    model_tokens: Int32Array  # [R, K] what the model drafted, then placeholders
-    model_cells: Int32Array  # [R, K] index into the rates of the model's drafts
-    is_model: NDArray[np.bool_]  # [R] whether the model's draft is verified
     num_offered: NDArray[np.int64]  # [R] the last draft's tokens before the budget cut it
     confidence: Float32Array  # [R, K] of these
 
@@ -77,10 +71,8 @@ class RequestTable:
         arrays.num_prompt_tokens[row] = arrays.num_tokens[row] = num_prompt_tokens
         arrays.max_tokens[row], arrays.min_tokens[row], arrays.stop_token_ids[row] = UNLIMITED, 0, PLACEHOLDER_TOKEN_ID
         arrays.seed[row], arrays.has_seed[row] = 0 if seed is None else seed, seed is not None
-        arrays.is_complete[row], arrays.is_sampled[row], arrays.document[row] = False, seed is not None, document
-        for drafts in (arrays.history, arrays.continued):
-            drafts.lengths[row], drafts.num_given[row] = 0, 0
-        arrays.model_tokens[row], arrays.is_model[row], arrays.num_offered[row] = PLACEHOLDER_TOKEN_ID, False, 0
+        arrays.is_complete[row], arrays.document[row] = False, document
+        arrays.history.lengths[row] = arrays.num_offered[row] = 0
         return row
 
     def stop(self, row: int) -> None:
@@ -120,15 +112,6 @@ def _new_requests(num_rows: int, num_stops: int, k: int) -> Requests:
     def zeros(dtype: Any, *shape: int) -> NDArray[Any]:
         return np.zeros((num_rows, *shape), dtype)
 
-    def drafts() -> HistoryDrafts:
-        return HistoryDrafts(
-            lengths=zeros(np.int64),
-            num_given=zeros(np.int64),
-            tokens=zeros(np.int32, k),
-            confidence=zeros(np.float32, k),
-            cells=zeros(np.int32, k, 2),
-        )
-
     return Requests(
         num_prompt_tokens=zeros(np.int64),
         num_tokens=zeros(np.int64),
@@ -138,13 +121,13 @@ def _new_requests(num_rows: int, num_stops: int, k: int) -> Requests:
         is_complete=zeros(np.bool_),
         seed=zeros(np.int64),
         has_seed=zeros(np.bool_),
-        is_sampled=zeros(np.bool_),
         document=zeros(np.int64),
-        history=drafts(),
-        continued=drafts(),
-        model_tokens=zeros(np.int32, k) + np.int32(PLACEHOLDER_TOKEN_ID),
-        model_cells=zeros(np.int32, k),
-        is_model=zeros(np.bool_),
+        history=HistoryDrafts(
+            lengths=zeros(np.int64),
+            tokens=zeros(np.int32, k),
+            confidence=zeros(np.float32, k),
+            cells=zeros(np.int32, k, 2),
+        ),
         num_offered=zeros(np.int64),
         confidence=zeros(np.float32, k),
     )

@@ -95,7 +95,6 @@ class StepOptions(NamedTuple):
     max_draft_tokens: int
     max_model_len: int
     index_now: bool  # whether tokens are indexed as they are learned
-    model_counts: NDArray[np.float64]  # `DraftChoice.counts`, of length 0 where there is no model
 
 
 class Learned(NamedTuple):
@@ -141,27 +140,13 @@ def _grade(drafts, calibration, row, tokens, first, size):
     for depth in range(min(drafts.lengths[row], size)):
         target = tokens[first + depth]
         hit = drafts.tokens[row, depth] == target
-        if depth >= drafts.num_given[row]:
-            cell, source = drafts.cells[row, depth]
-            count_outcome(calibration.counts[cell], hit)
-            calibration.by_source[source, 0] += 1
-            calibration.by_source[source, 1] += hit
+        cell, source = drafts.cells[row, depth]
+        count_outcome(calibration.counts[cell], hit)
+        calibration.by_source[source, 0] += 1
+        calibration.by_source[source, 1] += hit
         if not hit:
             break
     drafts.lengths[row] = 0
-
-
-@njit(allocates=False)
-def _grade_model(requests, row, tokens, first, size, counts):
-    """Learn from a model's draft up to its first difference from the request's next tokens."""
-    for depth in range(min(requests.model_tokens.shape[1], size)):
-        if requests.model_tokens[row, depth] < 0:
-            break
-        hit = requests.model_tokens[row, depth] == tokens[first + depth]
-        count_outcome(counts[requests.model_cells[row, depth]], hit)
-        if not hit:
-            break
-    requests.model_tokens[row, 0] = -1
 
 
 @njit(allocates=False)
@@ -221,11 +206,8 @@ def _learn(requests, history, options, sampled, window, room):
             expected += least
         num_right += max(min(num_accepted, num_judged), 0)
         size = _num_kept(requests, row, tokens, first, num_new)
-        if size > 0 and options.model_counts.shape[0] > 0:
-            _grade_model(requests, row, tokens, first, size, options.model_counts)
         if history is not None and size > 0:
             _grade(requests.history, history.calibration, row, tokens, first, size)
-            _grade(requests.continued, history.calibration, row, tokens, first, size)
             document = requests.document[row]
             for j in range(size):
                 position = append_token(history.store, document, tokens[first + j])
@@ -234,7 +216,7 @@ def _learn(requests, history, options, sampled, window, room):
                 append_features(history.store, position, sampled.features, feature_row)
             if index_now:
                 index_document(history, np.int64(document), window)
-        requests.num_offered[row], requests.is_model[row] = 0, False
+        requests.num_offered[row] = 0
         requests.num_tokens[row] += size
         num_verified += sampled.num_verified[batch_row]
         num_sampled += num_accepted + 1
@@ -269,7 +251,7 @@ def remember_rejected(requests, history, sampled, targets, text):
     for i in range(sampled.rows.size):
         row, batch_row = sampled.rows[i], sampled.batch_rows[i]
         start, accepted = sampled.starts[batch_row], sampled.num_accepted[batch_row]
-        drafts = requests.continued if requests.is_model[row] else requests.history
+        drafts = requests.history
         num_targets = min(sampled.starts[batch_row + 1] - start, drafts.lengths[row] + 1)
         if num_targets <= accepted + 1:
             continue
@@ -293,19 +275,19 @@ def index_documents(history, documents, window):
 
 
 @njit
-def propose(requests, history, rows, room, continues, scratch):
-    """Draft for requests, at most room[i] tokens each, and K: fills `requests.history`, or `requests.continued`.
+def propose(requests, history, rows, room, scratch):
+    """Draft for requests, at most room[i] tokens each, and K: fills `requests.history`.
 
-    If it `continues`, drafts begin with the model's, which are to be verified. Requests, history and scratch are passed
-    by reference. O(log n + MAX_CANDIDATES) for a draft's first token and O(candidates left) for each later one.
+    Requests, history and scratch are passed by reference. O(log n + MAX_CANDIDATES) for a draft's first token and
+    O(candidates left) for each later one.
     """
-    _propose(requests.values, history.values, rows, room, continues, scratch.values)
+    _propose(requests.values, history.values, rows, room, scratch.values)
 
 
 @njit(allocates=False)
-def _propose(requests, history, rows, room, continues, scratch):
+def _propose(requests, history, rows, room, scratch):
     store, settings, calibration = history.store, history.settings, history.calibration
-    out = requests.continued if continues else requests.history
+    out = requests.history
     positions, lengths, weights, sources = scratch.positions, scratch.lengths, scratch.weights, scratch.sources
     found, mass, noise = scratch.found, scratch.mass, scratch.noise
     for i in range(rows.size):
@@ -315,14 +297,9 @@ def _propose(requests, history, rows, room, continues, scratch):
         coupled = 1 if requests.has_seed[row] else 0
         kept = read_back(store, last_position(store, document), scratch.text, np.int64(MAX_DEPTH))
         text = scratch.text[MAX_DEPTH - kept :]
-        num_given, survival, count = 0, 1.0, 0
-        if continues:
-            num_given = requests.num_offered[row]
-            survival = float(requests.confidence[row, num_given - 1])
-        for depth in range(num_given):
-            out.tokens[row, depth] = text[kept + depth] = requests.model_tokens[row, depth]
-        out.lengths[row], out.num_given[row] = num_given, num_given
-        for depth in range(num_given, min(room[i], out.tokens.shape[1])):
+        survival, count = 1.0, 0
+        out.lengths[row] = 0
+        for depth in range(min(room[i], out.tokens.shape[1])):
             end = kept + depth
             if count == 0:
                 start = max(0, end - MAX_DEPTH)
@@ -365,7 +342,7 @@ def _propose(requests, history, rows, room, continues, scratch):
             cell = cell_of(coupled, expected, longest)
             out.cells[row, depth, 0], out.cells[row, depth, 1] = cell, sources[origin] if origin >= 0 else LOOKAHEAD
             survival *= rate(calibration.counts[cell], expected)
-            if survival < settings.min_survival and depth > num_given:  # a first token keeps its cell up to date
+            if survival < settings.min_survival and depth > 0:  # a first token keeps its cell up to date
                 break
             out.tokens[row, depth] = token
             out.confidence[row, depth] = survival
@@ -409,19 +386,13 @@ def _decide(
     at = 0
     for i in range(rows.size):
         row, out = rows[i], token_ids[chosen[i]]
-        drafts, length, num_model = requests.history, requests.history.lengths[row], 0
-        if requests.is_model[row]:
-            num_model = requests.num_offered[row]
-            drafts, length = requests.continued, max(num_model, requests.continued.lengths[row])
+        drafts, length = requests.history, requests.history.lengths[row]
         if not 0 <= length <= min(room[i], out.size, drafts.tokens.shape[1]):
             return TOO_LONG, 0.0
         starts[i], least = at, 1.0
         for j in range(length):
-            if j < num_model:
-                out[j] = requests.model_tokens[row, j]
-            else:
-                out[j] = drafts.tokens[row, j]
-                requests.confidence[row, j] = drafts.confidence[row, j]
+            out[j] = drafts.tokens[row, j]
+            requests.confidence[row, j] = drafts.confidence[row, j]
             if not 0 <= out[j] < vocab_size:
                 return BAD_TOKEN, 0.0
             if not 0.0 <= requests.confidence[row, j] <= 1.0:  # NaN fails, too

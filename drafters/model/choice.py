@@ -6,109 +6,214 @@ rates at which a model's drafted tokens were right, by their place in the draft,
 them, and by whether the request is sampled or greedy. Both drafts are compared with the tokens that the request kept,
 whichever was verified, so that a drafter which is not chosen for a while can be chosen again.
 
-`choice_device.py` is the same on the device.
+The first kernel grades the model's last drafts by the tokens that the requests kept; history's are graded by its own
+drafter. The second chooses. They are two launches because every choice must see the same counters.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 
-import numpy as np
-from numpy.typing import NDArray
+from rollout_spec.drafters.device import kernels
+from rollout_spec.launches import next_power_of_2
 
-from rollout_spec.drafters.host.requests import RequestTable
-from rollout_spec.jit.compiler import njit
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Float32Array, Int32Array
-
-POSITION_EDGES = (0, 1, 3)
+POSITION_EDGES = tl.constexpr((0, 1, 3))
 """Places in a draft share counters up to these: the first token, the second, the next two, and all after them."""
-NUM_POSITION_BINS = len(POSITION_EDGES) + 1
-NUM_PROBABILITY_BINS = 8
+NUM_POSITION_BINS = tl.constexpr(4)
+NUM_PROBABILITY_BINS = tl.constexpr(8)
 """Bins of equal width for the model's probability of its token."""
-PRIOR = 8.0
+PRIOR = tl.constexpr(8.0)
 """Prior trials of a bin, at the rate of the model's own probability."""
+STEPS_PER_HALVING = 64
+"""Halve full counters once in this many steps."""
 
 
-class ModelDrafts(NamedTuple):
-    """What a model drafted for B requests. M is how many tokens it drafts."""
+@triton.jit(do_not_specialize=["all_token_ids_stride"])
+def _grade_kernel(
+    slots_ptr,  # int32 [B]
+    num_sampled_ptr,  # int32 [B], tokens of the last step
+    all_token_ids_ptr,  # int32 [R, all_token_ids_stride]: the engine's tokens of each slot
+    all_token_ids_stride,
+    total_len_ptr,  # int32 [R]: how many there are
+    last_len_ptr,  # int32 [R]: how many there were when the model drafted
+    last_ptr,  # int32 [R, M]: its draft
+    cells_ptr,  # int32 [R, M]
+    counts_ptr,  # int32 [cells, 2], added to
+    M: tl.constexpr,
+    WIDTH: tl.constexpr,  # power of two, at least M
+):
+    slot = tl.load(slots_ptr + tl.program_id(0)).to(tl.int64)
+    num_sampled = tl.load(num_sampled_ptr + tl.program_id(0)).to(tl.int32)
+    start = tl.load(total_len_ptr + slot).to(tl.int32) - num_sampled
+    # A draft that was made at another length is that of an earlier request, or of before a pause.
+    num_said = tl.where(tl.load(last_len_ptr + slot) == start, num_sampled, 0)
+    j = tl.arange(0, WIDTH)
+    reached = (j < M) & (j < num_said)
+    token = tl.load(all_token_ids_ptr + slot * all_token_ids_stride + start + j, mask=reached, other=-1)
+    drafted = tl.load(last_ptr + slot * M + j, mask=reached, other=-1)
+    reached &= drafted >= 0
+    first_miss = tl.min(tl.where(reached & (drafted != token), j, WIDTH), 0)
+    reached &= j <= first_miss
+    cell = tl.load(cells_ptr + slot * M + j, mask=reached, other=0)
+    tl.atomic_add(counts_ptr + cell * 2, 1, mask=reached, sem="relaxed")
+    right = reached & (j < first_miss)
+    tl.atomic_add(counts_ptr + cell * 2 + 1, 1, mask=right, sem="relaxed")
 
-    token_ids: Int32Array
-    """int32 [B, M]."""
-    probabilities: Float32Array
-    """float32 [B, M]: the model's own, of each token once it is reached."""
+
+@triton.jit(do_not_specialize=["model_stride", "probabilities_stride", "num_model"])
+def _choose_kernel(
+    slots_ptr,  # int32 [B]
+    num_sampled_ptr,  # int32 [B]; 0, as for prompts not yet read to their end: nothing was drafted
+    total_len_ptr,  # int32 [R]
+    temperature_ptr,  # float32 [R]
+    history_ptr,  # int64 [B, K]
+    history_rates_ptr,  # float32 [B, K]
+    model_ptr,  # int64 [B, num_model]
+    model_stride,
+    probabilities_ptr,  # float32 [B, num_model]
+    probabilities_stride,
+    num_model,
+    counts_ptr,  # int32 [cells, 2]
+    last_len_ptr,  # int32 [R], written, and all below
+    last_ptr,  # int32 [R, M]
+    cells_ptr,  # int32 [R, M]
+    drafts_ptr,  # int64 [B, K]
+    rates_ptr,  # float32 [B, K]
+    is_model_ptr,  # int32 [B]
+    K: tl.constexpr,
+    M: tl.constexpr,
+    WIDTH: tl.constexpr,  # power of two, at least K
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    j = tl.arange(0, WIDTH)
+    is_drafted = j < tl.where(tl.load(num_sampled_ptr + row) > 0, num_model, 0)
+    token = tl.load(model_ptr + row * model_stride + tl.minimum(j, tl.maximum(num_model - 1, 0)))
+    p = tl.load(probabilities_ptr + row * probabilities_stride + j, mask=is_drafted, other=0.0)
+    position_bin = tl.zeros([WIDTH], tl.int32)
+    for n in tl.static_range(NUM_POSITION_BINS - 1):
+        position_bin += (j > POSITION_EDGES[n]).to(tl.int32)
+    probability_bin = tl.minimum((p * NUM_PROBABILITY_BINS).to(tl.int32), NUM_PROBABILITY_BINS - 1)
+    is_sampled = (tl.load(temperature_ptr + slot) > 0.0).to(tl.int32)
+    cell = (is_sampled * NUM_POSITION_BINS + position_bin) * NUM_PROBABILITY_BINS + probability_bin
+    reached = tl.load(counts_ptr + cell * 2, mask=is_drafted, other=0).to(tl.float32)
+    right = tl.load(counts_ptr + cell * 2 + 1, mask=is_drafted, other=0).to(tl.float32)
+    rate = tl.where(is_drafted, (right + PRIOR * p) / (reached + PRIOR), 0.0)
+    history_rate = tl.load(history_rates_ptr + row * K + j, mask=j < K, other=0.0)
+    by_model = tl.sum(tl.cumprod(rate, 0), 0)
+    by_history = tl.sum(tl.cumprod(history_rate, 0), 0)
+    is_model = by_model > by_history
+    tl.store(is_model_ptr + row, is_model.to(tl.int32))
+    drafts = tl.where(is_model, token, tl.load(history_ptr + row * K + j, mask=j < K, other=0))
+    tl.store(drafts_ptr + row * K + j, drafts, mask=j < K)
+    tl.store(rates_ptr + row * K + j, tl.where(is_model, rate, history_rate), mask=j < K)
+    tl.store(last_ptr + slot * M + j, tl.where(is_drafted, token, -1).to(tl.int32), mask=j < M)
+    tl.store(cells_ptr + slot * M + j, cell, mask=j < M)
+    tl.store(last_len_ptr + slot, tl.load(total_len_ptr + slot).to(tl.int32))
 
 
-class DraftChoice:
-    """Chooses between drafts. What becomes of them is learned by `drafters/host/step.py`.
+class DeviceChoice:
+    """Chooses between drafts for the requests of one engine, told apart by slot.
 
-    Attributes:
-        counts: float64 [2 * NUM_POSITION_BINS * NUM_PROBABILITY_BINS, 2]: a model's drafted tokens that were reached,
-            and of these those that were right; greedy requests first.
+    Args:
+        max_requests: Slots of the engine, R.
+        num_history_tokens: K, the longest draft.
+        num_model_tokens: M, the most tokens that the model drafts, at most K.
+        device: Where the drafts are.
     """
 
-    def __init__(self) -> None:
-        self.counts = np.zeros((2 * NUM_POSITION_BINS * NUM_PROBABILITY_BINS, 2))
+    def __init__(self, max_requests: int, num_history_tokens: int, num_model_tokens: int, device: torch.device) -> None:
+        def new(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.int32, device=device)
+
+        self.counts = new(2 * NUM_POSITION_BINS.value * NUM_PROBABILITY_BINS.value, 2)
+        self._last = new(max_requests) - 1, new(max_requests, num_model_tokens), new(max_requests, num_model_tokens)
+        self._k, self._m = num_history_tokens, num_model_tokens
+        self._num_steps = 0
 
     def choose(
-        self, table: RequestTable, rows: NDArray[np.int64], room: NDArray[np.int64], model: ModelDrafts
-    ) -> NDArray[np.int64]:
-        """Choose between the drafts in `Requests.history` and those of a model: fills `Requests.is_model`. O(B K).
+        self,
+        slots: Tensor,
+        num_sampled: Tensor,
+        all_token_ids: Tensor,
+        total_len: Tensor,
+        temperature: Tensor,
+        history: tuple[Tensor, Tensor],
+        model: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Learn what became of the model's last drafts, and choose the better of two new ones for each request.
 
         Args:
-            rows: int64 [B].
-            room: int64 [B], most tokens of each draft.
-            model: Of the same requests, at most K tokens each.
+            slots: int32 [B], the batch's slots.
+            num_sampled: int32 [B], tokens of the last step; 0: the model drafted nothing.
+            all_token_ids: int32 [R, length], the engine's tokens by slot.
+            total_len: int32 [R], how many tokens each slot has.
+            temperature: float32 [R].
+            history: (tokens int64 [B, K], rates float32 [>= B, K]), as from `DeviceDrafter.propose`.
+            model: (tokens int64 [B, up to M], probabilities float32 [>= B, >= as many]: the
+                model's own, of each token once it is reached).
 
         Returns:
-            int64 [C], index in `rows` of the requests whose model's draft is verified and could be longer.
+            (drafts int64 [B, K], rates float32 [B, K]: the estimated probability that each is accepted once reached,
+            is_model int32 [B]: whether the draft is the model's). Positions after a model's draft repeat its last token
+            and have rate 0.
         """
-        requests = table.arrays
-        _choose(table.arrays, rows, room, model.token_ids, model.probabilities, self.counts)
-        num_model = model.token_ids.shape[1]
-        is_full = requests.is_model[rows] & (requests.num_offered[rows] == num_model) & (room > num_model)
-        return np.flatnonzero(is_full)
+        tokens, probabilities = model
+        batch, num_model = slots.shape[0], tokens.shape[1]
+        last_len, last, cells = self._last
+        _grade_kernel[(batch,)](
+            slots,
+            num_sampled,
+            all_token_ids,
+            all_token_ids.stride(0),
+            total_len,
+            last_len,
+            last,
+            cells,
+            self.counts,
+            M=self._m,
+            WIDTH=next_power_of_2(self._m),
+            num_warps=1,
+        )
+        drafts = torch.empty(batch, self._k, dtype=torch.int64, device=slots.device)
+        rates = torch.empty(batch, self._k, dtype=torch.float32, device=slots.device)
+        is_model = torch.empty(batch, dtype=torch.int32, device=slots.device)
+        _choose_kernel[(batch,)](
+            slots,
+            num_sampled,
+            total_len,
+            temperature,
+            history[0],
+            history[1],
+            tokens if num_model else history[0],  # is read then, too, but nothing follows from it
+            tokens.stride(0),
+            probabilities,
+            probabilities.stride(0),
+            num_model,
+            self.counts,
+            last_len,
+            last,
+            cells,
+            drafts,
+            rates,
+            is_model,
+            K=self._k,
+            M=self._m,
+            WIDTH=next_power_of_2(self._k),
+            num_warps=1,
+        )
+        self._num_steps += 1
+        if self._num_steps % STEPS_PER_HALVING == 0:
+            kernels.halve_full(self.counts)
+        return drafts, rates, is_model
 
     def model_counts(self) -> tuple[int, int]:
-        """(drafted tokens of the model that were reached, those that were right), older ones discounted."""
+        """(drafted tokens of the model that were reached, those that were right), older ones discounted.
+
+        Waits for the device.
+        """
         reached, right = self.counts.sum(0).tolist()
-        return round(reached), round(right)
-
-
-@njit(allocates=False)
-def _cell(is_sampled: bool, position: int, probability: float) -> int:
-    """Index into the counters."""
-    position_bin = 0
-    for edge in POSITION_EDGES:
-        position_bin += position > edge
-    probability_bin = min(int(probability * NUM_PROBABILITY_BINS), NUM_PROBABILITY_BINS - 1)
-    return (int(is_sampled) * NUM_POSITION_BINS + position_bin) * NUM_PROBABILITY_BINS + probability_bin
-
-
-@njit(allocates=False)
-def _choose(
-    requests: Any,
-    rows: NDArray[np.int64],
-    room: NDArray[np.int64],
-    token_ids: Int32Array,
-    probabilities: Float32Array,
-    counts: NDArray[np.float64],
-) -> None:
-    for i in range(rows.size):
-        row = rows[i]
-        by_history = 0.0
-        for j in range(requests.history.lengths[row]):
-            by_history += requests.history.confidence[row, j]
-        by_model, survival = 0.0, 1.0
-        num_model = min(token_ids.shape[1], room[i], requests.model_tokens.shape[1])
-        requests.model_tokens[row] = PLACEHOLDER_TOKEN_ID
-        requests.continued.lengths[row] = 0  # of an earlier draft
-        for j in range(num_model):
-            p = float(probabilities[i, j])
-            cell = _cell(requests.is_sampled[row], j, p)
-            survival *= (counts[cell, 1] + PRIOR * p) / (counts[cell, 0] + PRIOR)
-            by_model += survival
-            requests.model_tokens[row, j] = token_ids[i, j]
-            requests.model_cells[row, j] = cell
-            requests.confidence[row, j] = survival
-        requests.is_model[row] = by_model > by_history
-        requests.num_offered[row] = num_model if requests.is_model[row] else 0
+        return reached, right

@@ -18,7 +18,7 @@ and tokens per request-step, by epoch.
 
 With VLLM_USE_V2_MODEL_RUNNER=1 PYTHONPATH=tests/gpu_stand_in:. engines have the V2 runner, whose kernels are emulated,
 and history is on the device. The modes are `none`, `history` and `both:METHOD`: the emulator does not know all
-instructions of vLLM's own rejection sampling.
+instructions of vLLM's own rejection sampling. In V1 they are all but `both:METHOD`, which V2 alone has.
 
 Gates, before any figure of a mode: its rollouts are what the policy samples under their noise, but for tokens whose
 choice was within GAP. vLLM's own modes have other noise; their rollouts' log-probability must be what samples of the
@@ -91,7 +91,7 @@ def build(mode: str) -> Any:
     mode_of_engine, options = {
         "none": ("off", {}),
         "history": ("device" if IS_V2 else "all", {"budget": False}),
-        "both": ("all", {"speculative_config": own}),
+        "both": ("device", {"budget": False, "speculative_config": own}),
     }.get(kind, ("model", {"speculative_config": {**own, "draft_sample_method": kind}}))
     return build_engine(
         model_folder("mtp") if method == "mtp" else POLICY, mode_of_engine, HISTORY_K, options=options,
@@ -293,7 +293,7 @@ def main() -> None:
         print(f"\nT = {temperature}\n{'mode':26} request-steps  tokens per request-step")
         plain: list[list[list[int]]] = []
         for mode in sorted({"none", *args.modes}, key=MODES.index):
-            if IS_V2 and mode.partition(":")[0] in STOCK:
+            if mode.partition(":")[0] in (STOCK if IS_V2 else ("both",)):
                 continue
             log = MODELS / f"{mode.replace(':', '_')}_{temperature}.log"
             with Child(run_mode, mode, temperature, args.problems, log=log, environment=environment) as child:

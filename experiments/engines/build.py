@@ -80,7 +80,7 @@ def mode_arguments(mode: str, k: int, **options: Any) -> dict[str, Any]:
         return options
     if mode == "off":
         return engine_kwargs(speculation=False)
-    drafter = "device" if mode == "device" else "auto" if "speculative_config" in options else "history"
+    drafter = "device" if mode == "device" else "history"
     return engine_kwargs(**{"num_speculative_tokens": k, "drafter": drafter, "budget": mode != "all", **options})
 
 

@@ -59,14 +59,6 @@ def mixes_recurrent_states(version_tuple: tuple[Any, ...]) -> bool:
     return (0, 0) < version_tuple[:2] < (0, 32)
 
 
-def lacks_short_drafts(version_tuple: tuple[Any, ...]) -> bool:
-    """Whether V1's model drafter must draft as many tokens as the engine verifies, as in 0.24; 0.25 was not run.
-
-    With 0.26 as the oldest version, this can go.
-    """
-    return (0, 0) < version_tuple[:2] < (0, 26)
-
-
 # -- the front end ---------------------------------------------------------------------------------------------------
 
 

@@ -217,8 +217,12 @@ def _reason_for_runner(vllm_config: Any) -> str:
         return f"{RUNNER_VARIABLE}={os.environ[RUNNER_VARIABLE]}"
     if vllm_config.use_v2_model_runner:
         return "vLLM can run the model in it"
+    from vllm.triton_utils import HAS_TRITON
+
     missing = vllm_config._get_v2_model_runner_unsupported_features()
-    return f"V2 does not have {', '.join(missing)}" if missing else "vLLM's choice"
+    if missing or HAS_TRITON:
+        return f"V2 does not have {', '.join(missing)}" if missing else "vLLM's choice"
+    return "V2 needs Triton"
 
 
 def has_gpu() -> bool:
@@ -234,6 +238,27 @@ def is_a100() -> bool:
 
     capability = current_platform.get_device_capability()
     return capability is not None and (capability.major, capability.minor) == (8, 0)
+
+
+def refuse_host_drafter(vllm_config: Any, config: RolloutSpecConfig) -> None:
+    """Raise ValueError if a drafter on the host cannot draft in an engine, as vLLM alone would not say why."""
+    drafter, speculative = config.drafter, vllm_config.speculative_config
+    reason, is_v2 = getattr(speculative, RUNNER_REASON), vllm_config.use_v2_model_runner
+    if is_v2:
+        raise ValueError(
+            f"drafter={drafter!r} is on the host and needs vLLM's V1 model runner, and this engine has V2 ({reason}): "
+            f"unset {RUNNER_VARIABLE}, or leave drafter out, which gives V2's drafter on the device"
+        )
+    if has_model_drafter(vllm_config):
+        raise ValueError(
+            "a model drafts beside history in the V2 model runner of vLLM 0.31 or newer, and this engine has V1 "
+            f"({reason}): leave out speculative_config, and history drafts alone, or rollout_spec, and the model does"
+        )
+    if vllm_config.scheduler_config.async_scheduling:
+        raise ValueError(
+            f"drafter={drafter!r} lives on the host and needs each step's tokens there: leave async_scheduling "
+            '(--async-scheduling) out, or use drafter="device", which needs the V2 runner'
+        )
 
 
 # -- what is not supported -------------------------------------------------------------------------------------------
@@ -281,12 +306,6 @@ def check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
 
 def _check_model_drafter(vllm_config: Any, config: RolloutSpecConfig) -> None:
     """Raise ValueError if a drafter with a model (draft model, EAGLE heads, MTP layers) cannot draft beside history."""
-    import vllm
-
-    if compat.lacks_short_drafts(vllm.__version_tuple__):
-        raise ValueError(
-            f"rollout_spec drafts beside a model from vLLM 0.26 on, and this is {vllm.__version__}: leave one out"
-        )
     speculative = vllm_config.speculative_config
     for name, allowed, reason in (
         ("parallel_drafting", False, "its drafts cannot be drawn with the target's noise"),
@@ -299,11 +318,6 @@ def _check_model_drafter(vllm_config: Any, config: RolloutSpecConfig) -> None:
             raise ValueError(
                 f"speculative_config sets {name}={value!r}, which rollout_spec does not support, as {reason}: remove it"
             )
-    if speculative.num_speculative_tokens_per_batch_size is not None and config.drafts_on_host:
-        raise ValueError(
-            f"drafter={config.drafter!r} is on the host and gives each request its own K: leave "
-            "num_speculative_tokens_per_batch_size out of speculative_config"
-        )
     num_model = config.num_model_draft_tokens
     uses_modules = getattr(speculative, "use_multi_module_mtp", lambda: False)
     if num_model != config.max_draft_tokens and uses_modules():

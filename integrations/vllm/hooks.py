@@ -19,7 +19,6 @@ from rollout_spec.integrations.vllm.config import (
     MARK,
     MODELS,
     OUR_SCHEDULE,
-    RUNNER_VARIABLE,
     VARIABLE,
     ask_for_speculation,
     check_engine,
@@ -32,6 +31,7 @@ from rollout_spec.integrations.vllm.config import (
     note_runner,
     read_config,
     reasons_for_v1,
+    refuse_host_drafter,
     repeats_seeds,
     say,
     settle,
@@ -75,17 +75,8 @@ def complete_config(original: Callable[..., None], self: Any) -> None:
         elif config.drafts_on_device and self.use_v2_model_runner:
             speculative.method = ASYNC_METHOD
         if config.drafts_on_host:
-            if self.use_v2_model_runner:  # vLLM would refuse it without a remedy
-                raise ValueError(
-                    f"drafter={config.drafter!r} is on the host and needs vLLM's V1 model runner, and this engine has "
-                    f"V2: unset {RUNNER_VARIABLE}, or leave drafter out, which gives V2's drafter on the device"
-                )
-            if self.scheduler_config.async_scheduling:
-                raise ValueError(
-                    f"drafter={config.drafter!r} lives on the host and needs each step's tokens there: leave "
-                    'async_scheduling (--async-scheduling) out, or use drafter="device", which needs the V2 runner'
-                )
-            self.scheduler_config.async_scheduling = False
+            refuse_host_drafter(self, config)
+            self.scheduler_config.async_scheduling = False  # vLLM would do so, and warn
     original(self)
 
 
@@ -324,7 +315,7 @@ def init_runner(original: Callable[..., None], self: Any, vllm_config: Any, *arg
     check_environment(config)
     from rollout_spec.jit.warm_up import warm_up
 
-    warm_up(config, device=self.device, has_model=has_model_drafter(vllm_config), log=say)
+    warm_up(config, device=self.device, log=say)
     if vllm_config.use_v2_model_runner:
         from rollout_spec.integrations.vllm.runner_v2 import RunnerAdapterV2
 
@@ -375,17 +366,9 @@ def input_fits_in_drafter_v1(original: Callable[..., Any], self: Any, common_att
 
     There vLLM skips the proposer and verifies K zeros for every request instead.
     """
-    if self.rollout_spec is None or self.rollout_spec.model_drafter is not None:
+    if self.rollout_spec is None:
         return bool(original(self, common_attn_metadata))
     return common_attn_metadata is not None
-
-
-def bookkeeping_sync_v1(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Choose between the drafts of a model and of history, once vLLM has recorded a step's tokens."""
-    result = original(self, *args, **kwargs)
-    if self.rollout_spec is not None:
-        self.rollout_spec.join_drafts()
-    return result
 
 
 # -- V2 --------------------------------------------------------------------------------------------------------------

@@ -3,109 +3,23 @@
 Such a drafter is configured as in vLLM, by `speculative_config`. It keeps its KV cache as ever, but draws its tokens
 with the target's noise, and a step verifies for each request the draft of which more is expected to be accepted.
 
-- V1: `ModelDrafter` takes vLLM's proposer over. Once vLLM has recorded a step's tokens, `RunnerAdapterV1` joins its
-  drafts with those of history, per request and of any length, and leaves the result where vLLM looks for its drafter's.
-- V2: `ModelSpeculator`. In every step the model drafts, then the device drafter; kernels grade both of the last drafts
-  by what was said, and choose. Nothing waits for the device, and scheduling stays asynchronous.
-
-What V2 alone needs (triton, vLLM's V2 modules) is imported when a speculator is made.
+In every step the model drafts, then the device drafter; kernels grade both of the last drafts by what was said, and
+choose. Nothing waits for the device, and scheduling stays asynchronous.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
-from rollout_spec.config import RolloutSpecConfig
-from rollout_spec.drafters.model.choice import ModelDrafts
+from rollout_spec.drafters.model.choice import DeviceChoice
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.config import config_of
+from rollout_spec.integrations.vllm.device import DeviceSpeculator
 from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank
-from rollout_spec.transfers import HostCopy
+from rollout_spec.verify import kernel
 from rollout_spec.verify.api import draw
-
-# -- V1 --------------------------------------------------------------------------------------------------------------
-
-
-class ModelDrafter:
-    """One of vLLM's drafters with a model, whose choices are replaced.
-
-    Attributes:
-        wants_model: Says whether the model shall draft; otherwise it only makes its first pass, so that its KV cache
-            has no gaps.
-
-    Args:
-        proposer: vLLM's `EagleProposer` or `DraftModelProposer`, or one that is derived from the same class.
-        runner: The `GPUModelRunner` that calls it.
-    """
-
-    def __init__(self, proposer: Any, runner: Any, config: RolloutSpecConfig, wants_model: Callable[[], bool]) -> None:
-        self.wants_model = wants_model
-        self._num_tokens = config.num_model_draft_tokens
-        self._is_coupled = config.verify == "sample"
-        self._proposer = proposer
-        self._runner = runner
-        self._noise: tuple[torch.Tensor, ...] | None = None
-        self._probabilities: list[torch.Tensor] = []  # of the tokens drafted so far
-        self._copy: HostCopy | None = None
-        # Engines that share experts must make equally many passes in every step, also those without requests.
-        self._always_drafts = runner.vllm_config.parallel_config.data_parallel_size > 1
-        proposer.num_speculative_tokens = self._num_tokens  # of its dummy runs
-        # Ranks round sums differently, and must choose the same draft.
-        self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config, runner.device)
-        self._propose, proposer.propose = proposer.propose, self.propose
-        if self._is_coupled:
-            proposer._sample_draft_tokens = self._draw
-
-    def begin_step(self, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> None:
-        """Called when a step has sampled, before the model drafts, with what decides the drafts of all requests.
-
-        Args:
-            temperature, seeds: float32 and int64 [B].
-            positions: int64 [B], input positions of the target's next rows.
-        """
-        self._noise, self._copy = (temperature, seeds, positions), None
-
-    def propose(self, *args: Any, num_speculative_tokens: int, **kwargs: Any) -> torch.Tensor:
-        """vLLM's `propose`: token ids [B, tokens], with no more tokens than the model shall draft."""
-        self._probabilities = []
-        wanted = self._always_drafts or self.wants_model()
-        limit = min(num_speculative_tokens, self._num_tokens) if wanted else 0
-        tokens: torch.Tensor = self._propose(*args, num_speculative_tokens=limit, **kwargs)
-        if limit == 0:
-            return tokens
-        if self._is_coupled and self._probabilities:
-            probabilities = torch.stack(self._probabilities, 1)
-        else:
-            probabilities = torch.ones_like(tokens, dtype=torch.float32)
-        both = self._from_first_rank(torch.stack((tokens.long(), probabilities.view(torch.int32).long())))
-        self._copy = HostCopy((both[0], both[1]))
-        return tokens
-
-    def take(self, num_requests: int) -> ModelDrafts | None:
-        """What was drafted in this step for all requests of the batch; None if nothing was. Waits for the device."""
-        copy, self._copy = self._copy, None
-        if copy is None:
-            return None
-        tokens, probabilities = copy.read()
-        shape = num_requests, tokens.size // num_requests
-        values = probabilities.astype(np.int32).view(np.float32)
-        return ModelDrafts(tokens.astype(np.int32).reshape(shape), values.reshape(shape))
-
-    def _draw(self, hidden_states: torch.Tensor, sampling_metadata: Any) -> tuple[torch.Tensor, None]:
-        """In place of vLLM's `_sample_draft_tokens`: (token ids [B], no probabilities for vLLM)."""
-        assert self._noise is not None
-        logits = self._proposer.model.compute_logits(hidden_states)
-        temperature, seeds, positions = self._noise
-        tokens, probabilities = draw(logits, temperature, seeds, positions + len(self._probabilities))
-        self._probabilities.append(probabilities)
-        return tokens, None
-
-
-# -- V2 --------------------------------------------------------------------------------------------------------------
 
 
 def make_model_speculator(inner: Any, vllm_config: Any, device: torch.device) -> Any:
@@ -129,9 +43,6 @@ class ModelSpeculator:
 
     def take_over(self, vllm_config: Any, device: torch.device) -> None:
         """Called once, in place of a constructor."""
-        from rollout_spec.drafters.model.choice_device import DeviceChoice
-        from rollout_spec.integrations.vllm.device import DeviceSpeculator
-
         config = config_of(vllm_config)
         assert config is not None
         self.num_speculative_tokens = config.max_draft_tokens
@@ -192,8 +103,6 @@ class ModelSpeculator:
             return super().sample_draft(  # type: ignore[misc,no-any-return]
                 hidden_states, positions, idx_mapping, temperature, seeds, draft_step, draft_logits, **step
             )
-        from rollout_spec.verify import kernel  # imports triton
-
         logits = compat.draft_logits_of(self, hidden_states, spec_step_idx)
         index = idx_mapping.clamp(min=0).long()
         next_positions = self._runner.req_states.total_len.gpu[index].long() - 1 + draft_step

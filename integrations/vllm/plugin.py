@@ -69,7 +69,6 @@ HOOKS = (
     Hook(*_runner_v1, "sample_tokens", hooks.sample_tokens),
     Hook(*_runner_v1, "_sample", hooks.sample_v1),
     Hook(*_runner_v1, "_input_fits_in_drafter", hooks.input_fits_in_drafter_v1),
-    Hook(*_runner_v1, "_bookkeeping_sync", hooks.bookkeeping_sync_v1),
     Hook(*_runner_v2, "__init__", hooks.init_runner),
     Hook(*_runner_v2, "execute_model", hooks.execute_model),
     Hook(*_runner_v2, "sample_tokens", hooks.sample_tokens),

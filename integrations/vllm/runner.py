@@ -64,14 +64,9 @@ class RunnerAdapter:
 
     def compile_kernels(self) -> None:
         """Called before vLLM's own warm-up."""
-        self._compile_kernels(draws=False)
-
-    def _compile_kernels(self, *, draws: bool) -> None:
-        """`draws`: whether a model's drafts are drawn, too."""
         model = self._runner.vllm_config.model_config
         warm_up_kernels(
             self.config,
-            draws=draws,
             vocab_size=int(model.get_vocab_size()),
             dtype=model.head_dtype,
             device=self._runner.device,

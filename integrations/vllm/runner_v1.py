@@ -3,7 +3,7 @@
 One engine step: vLLM runs the target over every scheduled token and hands the logits to `RunnerAdapterV1.sample`, which
 verifies the drafts; after vLLM has recorded the sampled tokens it calls `RolloutSpecProposer.propose`, and so
 `RunnerAdapterV1.draft`, which tells the session what became of its drafts and what was sampled, and returns the next
-drafts. Where vLLM has a drafter with a model, it is called before that, and `join_drafts` chooses between both.
+drafts.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
-from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.features.format import FEATURE_WORDS, Features
-from rollout_spec.integrations.vllm.config import has_model_drafter, say
-from rollout_spec.integrations.vllm.hybrid import ModelDrafter
+from rollout_spec.integrations.vllm.config import say
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import RunnerAdapter
 from rollout_spec.integrations.vllm.sampling import (
@@ -83,7 +81,6 @@ class RunnerAdapterV1(RunnerAdapter):
 
     Attributes: those of `RunnerAdapter`, and
         session: A `HostSession`; None without speculation.
-        model_drafter: vLLM's own drafter with a model; None if there is none.
 
     Args:
         runner: vLLM's `GPUModelRunner` (V1) or a subclass.
@@ -95,15 +92,11 @@ class RunnerAdapterV1(RunnerAdapter):
         processors = list(runner.input_batch.logitsprocs.all)
         self._adds_biases = not any(isinstance(processor, LogitBiasLogitsProcessor) for processor in processors)
         self._hidden: torch.Tensor | None = None  # the states that the step's logits were computed from
-        self.model_drafter: ModelDrafter | None = None
         session: HostSession | None = None
         drafter = getattr(runner, "drafter", None)  # without speculation there is none
         if drafter is not None:  # made here and not by the proposer, whose errors vLLM hides behind a hint of its own
-            share, has_model = sharing_from_first_rank(runner.vllm_config), has_model_drafter(runner.vllm_config)
-            late = runner.device.type != "cpu"
-            session = HostSession(config, runner.vllm_config, share, has_model=has_model, index_late=late)
-            if has_model:
-                self.model_drafter = ModelDrafter(drafter, runner, config, session.wants_model)
+            share, late = sharing_from_first_rank(runner.vllm_config), runner.device.type != "cpu"
+            session = HostSession(config, runner.vllm_config, share, index_late=late)
         super().__init__(runner, config, session)
         self.session: HostSession | None = session
         drafts = None if session is None else session.drafter
@@ -115,7 +108,7 @@ class RunnerAdapterV1(RunnerAdapter):
     def compile_kernels(self) -> None:
         """See `RunnerAdapter`. On CPUs the verifier has no kernels."""
         if self._runner.device.type == "cuda":
-            self._compile_kernels(draws=self.model_drafter is not None and self.config.verify == "sample")
+            super().compile_kernels()
         self._compile_ranks()
 
     @torch.inference_mode()
@@ -187,7 +180,7 @@ class RunnerAdapterV1(RunnerAdapter):
             # Not the longest draft of the step: each width is another variant of the kernel.
             max_draft_tokens=self.config.max_draft_tokens if metadata is not None else 0,
         )
-        self._book(batch, layout, result, num_draft_tokens)
+        self._book(batch, result, num_draft_tokens)
         tensors = None
         if sampling.max_num_logprobs is not None:
             tensors = self._logprobs(result, logits, processed, layout, sampling.max_num_logprobs, scored_here)
@@ -201,8 +194,8 @@ class RunnerAdapterV1(RunnerAdapter):
             self.finish_counting()
         return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=tensors)
 
-    def _book(self, batch: _Batch, layout: Layout, result: VerifyResult, num_draft_tokens: list[int]) -> None:
-        """Copy what became of the drafts to the host, and tell a model drafter where the next tokens will be."""
+    def _book(self, batch: _Batch, result: VerifyResult, num_draft_tokens: list[int]) -> None:
+        """Copy what became of the drafts to the host."""
         is_learnt = self.session is not None and self.session.is_learning
         wanted = [result.num_accepted, result.num_broken_rows]
         if self.wants_rejected_targets:
@@ -212,10 +205,6 @@ class RunnerAdapterV1(RunnerAdapter):
         discarded = self._runner.discard_request_mask.np  # prefill chunks: nothing is sampled after them
         is_counted = ~discarded[: len(batch.req_ids)]
         self._outcome = _Uncounted(batch.req_ids, is_counted, num_draft_tokens, HostCopy(wanted), is_learnt)
-        if self.model_drafter is not None:
-            first_positions = layout.position.index_select(0, layout.starts[:-1])
-            next_positions = first_positions + result.num_accepted + 1
-            self.model_drafter.begin_step(batch.rows.temperature, batch.rows.seeds, next_positions)
 
     def _logprobs(
         self,
@@ -339,20 +328,11 @@ class RunnerAdapterV1(RunnerAdapter):
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
-    def join_drafts(self) -> None:
-        """Called when vLLM has recorded the step's tokens, and its model has drafted: choose between the drafts."""
-        if self.model_drafter is None:
-            return
-        runner, num_requests = self._runner, len(self._runner.input_batch.req_ids)
-        is_sampled = ~runner.discard_request_mask.np[:num_requests]
-        runner._draft_token_ids = self.draft(is_sampled, self.model_drafter.take(num_requests))
-
-    def draft(self, is_sampled: NDArray[np.bool_], model: ModelDrafts | None = None) -> list[list[int]]:
+    def draft(self, is_sampled: NDArray[np.bool_]) -> list[list[int]]:
         """Draft for the next step. vLLM has recorded what this one has sampled.
 
         Args:
             is_sampled: bool [B], False for chunks of prompts.
-            model: What the model drafted for these requests, if there is one.
 
         Returns:
             Per row, at most num_speculative_tokens drafted tokens.
@@ -364,20 +344,13 @@ class RunnerAdapterV1(RunnerAdapter):
         assert session is not None
         verification = self.finish_counting()
         if not session.is_learning:  # it may have raised since this step was verified
-            if model is None:
-                return [[] for _ in range(size)]
-            listed = zip(is_sampled.tolist(), model.token_ids.tolist(), strict=True)
-            return [tokens if sampled else [] for sampled, tokens in listed]
+            return [[] for _ in range(size)]
         assert verification is not None
         batch = self._runner.input_batch
         batch_rows = np.flatnonzero(is_sampled)
         rows = session.rows_of([batch.req_ids[row] for row in batch_rows.tolist()])
+        batch_rows, rows = batch_rows[rows >= 0], rows[rows >= 0]
         proposed: list[list[int]] = [[] for _ in range(size)]
-        if not (rows >= 0).all():
-            if model is not None and session.enabled:  # whose drafts need no history
-                for row in batch_rows[rows < 0].tolist():
-                    proposed[row] = model.token_ids[row].tolist()
-            batch_rows, rows = batch_rows[rows >= 0], rows[rows >= 0]
         sampled = Sampled(
             rows,
             batch_rows,
@@ -389,14 +362,11 @@ class RunnerAdapterV1(RunnerAdapter):
             verification.starts,
             verification.features,
         )
-        if model is not None:
-            model = ModelDrafts(model.token_ids[batch_rows], model.probabilities[batch_rows])
         drafts = session.draft(
             sampled,
             num_step_tokens=int(self._runner.query_start_loc.np[size]),
             began=self.clock.started,
             targets=verification.target_token_ids,
-            model=model,
         )
         of_rows = zip(batch_rows.tolist(), drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)
         for row, tokens, length in of_rows:

@@ -18,7 +18,6 @@ from rollout_spec.budget import Budget
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.host.step import Learned, Sampled
-from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.drafting import Drafting
 from rollout_spec.history.problems import Conversation, Problems
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
@@ -220,7 +219,6 @@ class HostSession(Session):
     Args:
         share_from_first_rank: Returns the first rank's object on every rank, as all must draft alike. None for a single
             rank.
-        has_model: Whether a model drafts, too.
         index_late: Index sampled tokens in `update_index`, which is called while the device computes, and not in
             `draft`, for which the device waits. Drafts then find them a step later. Of no use on a CPU, whose forward
             pass has ended when it returns.
@@ -235,7 +233,6 @@ class HostSession(Session):
         vllm_config: Any,
         share_from_first_rank: Callable[[Any], Any] | None = None,
         *,
-        has_model: bool = False,
         index_late: bool = False,
     ) -> None:
         options = {"max_draft_tokens": config.max_draft_tokens} if config.drafter in DRAFTERS else {}
@@ -250,11 +247,10 @@ class HostSession(Session):
             vocab_size=int(vllm_config.model_config.get_vocab_size()),
             max_step_tokens=int(scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens),
             budget=self.budget,
-            has_model=has_model,
         )
         if index_late:
             self.drafting.index_late()
-        self.drafter, self.choice = self.drafting.drafter, self.drafting.choice
+        self.drafter = self.drafting.drafter
         # A user's own may lack some: it stores every turn's whole prompt, or keeps problems apart.
         self._keywords = {"num_known", "own_only"} & inspect.signature(drafter.start_request).parameters.keys()
         self.problems = Problems(getattr(drafter, "max_history_tokens", None))
@@ -321,7 +317,6 @@ class HostSession(Session):
         )
         row, table = self.drafter.row_of(req_id), self.drafter.table
         table.limit(row, **end_of(params))
-        table.arrays.is_sampled[row] = params.temperature > 0
         self.live[req_id], self._batch = LiveRequest(row, conversation, params), None
 
     def _stop(self, req_id: str) -> None:
@@ -339,13 +334,7 @@ class HostSession(Session):
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def draft(
-        self,
-        sampled: Sampled,
-        *,
-        num_step_tokens: int,
-        began: float,
-        targets: NDArray[np.int64] | None = None,
-        model: ModelDrafts | None = None,
+        self, sampled: Sampled, *, num_step_tokens: int, began: float, targets: NDArray[np.int64] | None = None
     ) -> Drafts:
         """Draft for the next step. Called once per step.
 
@@ -354,7 +343,6 @@ class HostSession(Session):
             num_step_tokens: Tokens that the step computed, those of prompts among them.
             began: When it began, by `time.perf_counter`.
             targets: See `BatchDrafter.learn_step`.
-            model: What the model drafted for the same requests, if there is one.
 
         Returns:
             The drafts of the requests in `sampled.rows`; `lengths` is how many tokens of each to verify. None of any
@@ -374,7 +362,7 @@ class HostSession(Session):
             room = learned.room if self.enabled else np.zeros_like(learned.room)
             # The median, not the mean: a step of the mean's size may never have occurred, so its cost is not known.
             next_tokens = learned.num_live + median_high(self._prompt_tokens)
-            drafts = self.drafting.draft(sampled.rows, room, num_tokens=next_tokens, model=model)
+            drafts = self.drafting.draft(sampled.rows, room, num_tokens=next_tokens)
             self._end_with_the_batch()
             return drafts
         except Exception as error:
@@ -382,10 +370,6 @@ class HostSession(Session):
             return self.drafting.no_drafts(sampled.rows.size)
         finally:
             self.stats.draft_seconds += time.perf_counter() - started
-
-    def wants_model(self) -> bool:
-        """Whether a model shall draft at the end of this step; alone, once the drafter from history has raised."""
-        return self.enabled or not self.is_learning
 
     def update_index(self) -> None:
         """Do the last step's work that could wait. Called while the device computes. Raises like `draft`."""

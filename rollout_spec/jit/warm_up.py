@@ -15,23 +15,18 @@ from rollout_spec.budget import Budget
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.host.step import Sampled
-from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.drafting import Drafting
 from rollout_spec.jit.cache import REMEDY, find_folder
 from rollout_spec.launches import trust_constants
 from rollout_spec.types import LogprobsMode, SamplingBatch
-from rollout_spec.verify.api import draw, verify_rows
+from rollout_spec.verify.api import verify_rows
 from rollout_spec.verify.layout import lay_out
 
 logger = logging.getLogger(__name__)
 
 
 def warm_up(
-    config: RolloutSpecConfig,
-    *,
-    device: torch.device | str = "cpu",
-    has_model: bool = False,
-    log: Callable[[str], object] = logger.info,
+    config: RolloutSpecConfig, *, device: torch.device | str = "cpu", log: Callable[[str], object] = logger.info
 ) -> None:
     """Compile what an engine with this configuration calls on the host, or load it from the cache.
 
@@ -39,7 +34,6 @@ def warm_up(
 
     Args:
         device: Where the engine's logits are; the verifier's compiled loop is for the CPU only.
-        has_model: Whether a drafter of vLLM's with a model drafts, too.
         log: Called with one line of text after something was compiled; not at all if everything is in the cache.
 
     Raises:
@@ -52,23 +46,22 @@ def warm_up(
 
     with event.install_timer("numba:compile", report):
         if config.drafts_on_host and config.drafter in DRAFTERS:
-            _draft(config, has_model)
+            _draft(config)
         if torch.device(device).type == "cpu":
             _verify(config)
 
 
-def _draft(config: RolloutSpecConfig, has_model: bool) -> None:
+def _draft(config: RolloutSpecConfig) -> None:
     """Two requests from start to stop; one rollout is kept, the other removed."""
     k = config.max_draft_tokens
     drafter: Any = build_drafter(config.drafter, max_draft_tokens=k, **config.drafter_options)
     budget = Budget() if config.budget else None
-    drafting = Drafting(drafter, k, max_model_len=1 << 20, vocab_size=1 << 31, budget=budget, has_model=has_model)
+    drafting = Drafting(drafter, k, max_model_len=1 << 20, vocab_size=1 << 31, budget=budget)
     prompt = np.arange(1200, dtype=np.int32) % 300  # long enough for the tables to grow
     for req_id, seed in (("greedy", None), ("sampled", 0)):
         drafting.drafter.start_request(req_id, prompt, problem_id=0, seed=seed)
     rows = np.array([drafting.drafter.row_of(req_id) for req_id in ("greedy", "sampled")])
     zeros, tokens = np.zeros(2, np.int64), np.arange(3, dtype=np.int32)[None].repeat(2, 0)
-    model = ModelDrafts(tokens[:, :1], np.ones((2, 1), np.float32)) if has_model else None
     for number in range(17):  # until the budget knows what steps cost
         first = np.full(2, prompt.size + 3 * number)
         sampled = Sampled(
@@ -78,7 +71,7 @@ def _draft(config: RolloutSpecConfig, has_model: bool) -> None:
         for drafted in (False, True):
             if budget is not None:
                 budget.observe_step(2 + 2 * drafted, 1e-3, drafted=drafted, num_asked=2, draft_seconds=1e-5)
-        drafting.draft(rows, learned.room, num_tokens=2, model=model)
+        drafting.draft(rows, learned.room, num_tokens=2)
     drafter.output_of("greedy")
     drafter.update_index()
     drafting.drafter.stop_request("greedy")
@@ -93,7 +86,6 @@ def warm_up_kernels(
     device: torch.device,
     logprobs_mode: str,
     hidden: tuple[int, torch.dtype] | None = None,
-    draws: bool = False,
 ) -> None:
     """Compile every variant of the verifier's kernels that an engine may launch, or load them from Triton's cache.
 
@@ -104,7 +96,6 @@ def warm_up_kernels(
         dtype: Of the model's logits.
         logprobs_mode: The engine's.
         hidden: Size and dtype of the model's hidden states, where features are wanted.
-        draws: Whether a model's drafts are drawn, too: one variant more, or none.
     """
     from rollout_spec.verify import kernel
 
@@ -115,9 +106,6 @@ def warm_up_kernels(
     padded_size = -(-vocab_size // 64) * 64
     drafted = (0, config.max_draft_tokens) if config.speculation else (0,)
     modes = (None, *(mode for mode in get_args(LogprobsMode) if mode == logprobs_mode))
-    if draws:
-        logits = torch.zeros(1, padded_size, dtype=dtype, device=device)[:, :vocab_size]
-        draw(logits, zeros.float(), zeros.long(), zeros, verify_rows=kernel.verify_rows)
     for num_drafts, mode, is_processed in itertools.product(drafted, modes, (False, True)):
         if is_processed and mode == "raw_logprobs":
             continue  # vLLM's code scores the raw logits

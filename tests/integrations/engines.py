@@ -47,9 +47,6 @@ own_processes = pytest.mark.skipif(
 )
 """For engines whose workers are processes of their own."""
 
-WITH_MODEL = ["model"] if vllm.__version_tuple__[:2] >= (0, 26) else []
-"""Of engines by name: the one with a model drafter, which is refused before 0.26."""
-needs_model_drafters = pytest.mark.skipif(not WITH_MODEL, reason="rollout_spec has none beside this vLLM")
 
 ENGINES = []
 """Keeps every engine alive: shutting one down destroys the process-wide groups that the others use."""

@@ -19,7 +19,6 @@ from tests.conftest import environment_for_a_process
 
 ROOT = Path(__file__).parents[2]
 
-MTP = {"method": "mtp", "num_speculative_tokens": 2}
 CONFIGS = {
     "history": {"drafter": "history"},
     "options": {"drafter": "history", "drafter_options": {"lookahead": True}},
@@ -27,7 +26,6 @@ CONFIGS = {
     "ngram": {"drafter": "ngram", "budget": False},
     "lookahead": {"drafter": "lookahead"},
     "rejection": {"drafter": "suffix", "verify": "rejection"},
-    "model": {"drafter": "history", "num_speculative_tokens": 5, "speculative_config": MTP},
     "off": {"speculation": False},
 }
 
@@ -37,16 +35,14 @@ def run_a_session(config):
     import numpy as np
 
     from rollout_spec.types import SamplingBatch
-    from tests.integrations.vllm.test_session import Outcome, a_request, a_session, advance, of_model
+    from tests.integrations.vllm.test_session import Outcome, a_request, a_session, advance
     from tests.verify.batches import verify_on_host
 
     if config.speculation:
         session = a_session(
             drafter=config.drafter, num_speculative_tokens=config.num_speculative_tokens, verify=config.verify,
             budget=config.budget, drafter_options=config.drafter_options,
-            has_model=config.speculative_config is not None,
         )  # fmt: skip
-        model = of_model(*[[1, 2]] * 4) if config.speculative_config else None
         rng = np.random.default_rng(0)
         drafted = {}
         for turn in range(3):
@@ -61,9 +57,7 @@ def run_a_session(config):
                     if tokens and name in requests
                 }
                 tokens = {name: rng.integers(0, 6, rng.integers(1, 3)).tolist() for name in requests}
-                drafted = advance(
-                    session, tokens, outcomes, ended=ended, requests=requests, has_features=turn > 0, model=model
-                )
+                drafted = advance(session, tokens, outcomes, ended=ended, requests=requests, has_features=turn > 0)
                 ended = []
         session.drafter.stop_request(next(iter(session.live)), keep=False)
         assert session.is_learning
@@ -87,7 +81,7 @@ def our_dispatchers():
 def check(name):
     """In a process that has compiled nothing yet."""
     config, lines = RolloutSpecConfig(**CONFIGS[name]), []
-    warm_up(config, has_model=config.speculative_config is not None, log=lines.append)
+    warm_up(config, log=lines.append)
     known = {function: list(function.signatures) for function in our_dispatchers()}
     assert any(known.values())
     run_a_session(config)

@@ -87,6 +87,39 @@ def test_the_drafter_of_an_engine(make, situation, drafter, reason):
     assert (vllm_config.speculative_config.num_speculative_tokens_per_batch_size is not None) is has_schedule
 
 
+def test_history_joins_a_frameworks_own_drafter_with_a_model(tiny_model, monkeypatch):
+    said = []
+    monkeypatch.setattr(engine_config, "say", said.append)
+    monkeypatch.setenv(engine_config.VARIABLE, '{"num_speculative_tokens": 6}')
+    theirs = {"method": "draft_model", "model": str(tiny_model), "num_speculative_tokens": 2}
+    arguments = EngineArgs(model=str(tiny_model), dtype="float32", enforce_eager=True, speculative_config=theirs)
+    vllm_config = arguments.create_engine_config()
+    assert said[0].endswith("a drafter from history beside its 'draft_model'")
+    assert vllm_config.speculative_config.num_speculative_tokens == 6
+    config = config_of(vllm_config)
+    assert (config.drafter, config.num_model_draft_tokens) == ("device", 2)
+    line = engine_config.describe_engine(vllm_config, config)
+    assert "drafted by 'device' and the model of 'draft_model' on the device" in line
+
+
+@pytest.mark.parametrize(
+    ("situation", "reason"),
+    [
+        ({"variable": "0"}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"options": {"drafter": "suffix"}}, "V2 does not have drafter='suffix', which is on the host"),
+        ({"compilation_config": {"mode": 1}}, "V2 does not have stock torch.compile"),
+    ],
+)
+def test_a_model_drafter_beside_history_is_refused_in_v1(make, tiny_model, situation, reason):
+    options = {
+        "speculative_config": {"method": "draft_model", "model": str(tiny_model), "num_speculative_tokens": 2},
+        **situation.get("options", {}),
+    }
+    message = rf"beside history in the V2 .* has V1 .{reason}.: leave out speculative_config, .* or rollout_spec, and"
+    with pytest.raises(ValueError, match=message):
+        make(**{**situation, "options": options})
+
+
 def test_a_drafter_on_the_host_is_refused_in_v2(make):
     message = "drafter='ngram' is on the host and needs vLLM's V1 .*: unset VLLM_USE_V2_MODEL_RUNNER, or leave drafter"
     with pytest.raises(ValueError, match=message):

@@ -11,7 +11,7 @@ from vllm import SamplingParams
 from rollout_spec import engine_kwargs
 from rollout_spec.config import PROPOSER_PATH
 from tests.integrations.draft_models import write_draft_model
-from tests.integrations.engines import IS_V2, build, generate, mixed_params, needs_model_drafters, stats_of, verify_all
+from tests.integrations.engines import IS_V2, build, generate, mixed_params, stats_of, verify_all
 
 pytestmark = pytest.mark.engine
 
@@ -65,19 +65,19 @@ def test_errors_name_their_cause(tiny_model, kwargs, message):
         build(tiny_model, **kwargs)
 
 
-@needs_model_drafters
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"parallel_drafting": True}, "parallel_drafting"),
-        ({"disable_padded_drafter_batch": True}, "disable_padded_drafter_batch"),
         ({"rejection_sample_method": "block"}, "rejection_sample_method"),
-        ({"drafter": "history" if IS_V2 else "device"}, "on the host" if IS_V2 else "V2 model runner"),
+        ({"drafter": "history"}, "drafter='history' is on the host and needs vLLM's V1"),
+    ]
+    if IS_V2
+    else [
+        ({}, "beside history in the V2 model runner .* this engine has V1 .*: leave out speculative_config, and"),
+        ({"drafter": "suffix"}, "V1 .V2 does not have drafter='suffix', which is on the host.: leave out speculative_"),
     ],
 )
 def test_what_cannot_draft_beside_a_model(tiny_model, tmp_path, settings, message):
-    if IS_V2 and settings.keys() & {"parallel_drafting", "disable_padded_drafter_batch"}:
-        pytest.skip("vLLM's own V2 refuses the one, and has not the other")
     beside = {name: value for name, value in settings.items() if name == "drafter"}
     draft_model = {"method": "draft_model", "model": str(write_draft_model(tiny_model, tmp_path / "draft"))}
     draft_model |= {"num_speculative_tokens": 3, **{k: v for k, v in settings.items() if k not in beside}}

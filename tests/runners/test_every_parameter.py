@@ -21,7 +21,6 @@ from tests.integrations.engines import (
     IS_V2,
     MIXES_MASKS,
     RESIDENT,
-    WITH_MODEL,
     assert_same_scores,
     build,
     every_draft,
@@ -105,20 +104,19 @@ if MIXES_MASKS:
 GROUPS = {"fast": FAST, "processed": PROCESSED, "scored": SCORED}
 ROWS = [(group, name) for group, rows in GROUPS.items() for name in rows]
 KINDS = ("greedy", "sampled")
-DRAFTING = (*(("device", "adaptive") if IS_V2 else ("history", "adversary")), *WITH_MODEL)
+DRAFTING = ("device", "adaptive", "model") if IS_V2 else ("history", "adversary")
 
 
 @pytest.fixture(scope="module")
 def engines(tiny_model, tmp_path_factory):
     head = str(write_eagle_head(tiny_model, tmp_path_factory.mktemp("drafters") / "eagle"))
-    resident = RESIDENT if IS_V2 else {"budget": False}
     eagle = {"method": "eagle", "model": head, "num_speculative_tokens": 2}
     named = {
         "without drafts": engine_kwargs(speculation=False),
         "history": verify_all(**every_draft(3)),
         "adversary": verify_all(num_speculative_tokens=3, drafter="tests.adversaries.Adversary"),
         "device": verify_all(num_speculative_tokens=3, **DEVICE),
-        "model": engine_kwargs(num_speculative_tokens=3, speculative_config=eagle, **resident),
+        "model": engine_kwargs(num_speculative_tokens=3, speculative_config=eagle, **RESIDENT),
         "vLLM's own": {},
     }
     wanted = ["without drafts", *(name for name in DRAFTING if name != "adaptive"), "vLLM's own"]

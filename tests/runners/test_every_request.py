@@ -22,7 +22,6 @@ from tests.integrations.engines import (
     IS_V2,
     PLAIN,
     RESIDENT,
-    WITH_MODEL,
     assert_same,
     build,
     check_features,
@@ -45,7 +44,7 @@ pytestmark = pytest.mark.engine
 K = 4
 ADVERSARY = verify_all(num_speculative_tokens=K, drafter="tests.adversaries.Adversary")
 ON_DEVICE = verify_all(num_speculative_tokens=K, **DEVICE)
-DRAFTING = [*(["device"] if IS_V2 else ["history", "adversary"]), *WITH_MODEL]
+DRAFTING = ["device", "model"] if IS_V2 else ["history", "adversary"]
 LEARNING = [name for name in DRAFTING if name != "adversary"]
 ONE = ON_DEVICE if IS_V2 else ADVERSARY
 """For what needs engines of its own."""
@@ -69,13 +68,12 @@ def engines(tiny_model, tmp_path_factory):
     """Small engines, by what drafts."""
     head = write_eagle_head(tiny_model, tmp_path_factory.mktemp("drafters") / "eagle")
     eagle = {"method": "eagle", "model": str(head), "num_speculative_tokens": 2}
-    with_model = {"speculative_config": eagle, **(RESIDENT if IS_V2 else {"budget": False})}
     options = {
         "nothing": engine_kwargs(speculation=False),
         "history": verify_all(**every_draft(K)),
         "adversary": ADVERSARY,
         "device": ON_DEVICE,
-        "model": engine_kwargs(num_speculative_tokens=K, **with_model),
+        "model": engine_kwargs(num_speculative_tokens=K, speculative_config=eagle, **RESIDENT),
     }
     return {name: build(tiny_model, **SMALL, **options[name]) for name in ["nothing", *DRAFTING]}
 

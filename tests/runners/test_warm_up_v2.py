@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
 
 from rollout_spec import engine_kwargs
 from rollout_spec.drafters.device import kernels
-from rollout_spec.drafters.model import choice_device
+from rollout_spec.drafters.model import choice
 from rollout_spec.integrations.vllm.plugin import HOOKS
 from rollout_spec.verify import kernel
 from tests.integrations.draft_models import write_eagle_head
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.engine
 
 K = 4
 ON_DEVICE = verify_all(num_speculative_tokens=K, **DEVICE)
-OURS = ours(kernel, kernels, choice_device)
+OURS = ours(kernel, kernels, choice)
 
 
 def worker_of(llm):

@@ -31,22 +31,6 @@ def test_what_the_target_said_after_a_rejected_draft_is_drafted():
     assert recorder.drafter.source_counts()["lookahead"] == (1, 1)
 
 
-def test_of_a_models_draft_its_own_tokens_come_before_what_the_target_said():
-    """Where the model's draft was verified in place of history's."""
-    recorder = Recorder(shared=True, lookahead=True)
-    recorder.start("h", [1, 2, 3, 4], [50, 51, 52], problem_id=8)
-    recorder.start("r", [1, 2, 3, 4], problem_id=7)
-    assert recorder.draft("r") == [50, 51, 52]
-    drafter, row = recorder.drafter, np.array([recorder.drafter.row_of("r")])
-    table = drafter.table.arrays
-    table.model_tokens[row, :3], table.confidence[row, :3] = [70, 71, 72], 0.5
-    table.is_model[row], table.num_offered[row] = True, 3
-    drafter.continue_rows(row, np.array([3]))
-    reject(drafter, ["r"], [[60, 61, 62, 63]])
-    recorder.extend("r", [60, 3, 4, 70])
-    assert recorder.draft("r") == [61]
-
-
 def test_siblings_share_the_pool_and_other_problems_do_not():
     """Nor does one that takes the place of another."""
     recorder = rejected_draft()

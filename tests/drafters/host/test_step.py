@@ -15,7 +15,6 @@ from rollout_spec.drafters.host.step import NO_FEATURES, Sampled, decide
 from rollout_spec.drafters.host.store import PAGE_TOKENS
 from rollout_spec.drafting import Drafting
 from rollout_spec.features.format import FEATURE_WORDS, no_features
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID
 from tests.adversaries import NoDrafter
 from tests.drafters.recorder import SENTINEL, examples, sampled
 
@@ -57,9 +56,8 @@ class Lone(NoDrafter):
 class Plain:
     """What should be known: the whole text that a request's engine has, and where it ends."""
 
-    def __init__(self, calibration, model_counts):
+    def __init__(self, calibration):
         self.calibration = calibration._replace(**{k: np.zeros(v.shape) for k, v in calibration._asdict().items()})
-        self.model_counts = np.zeros(model_counts.shape)
 
     def end(self, request):
         """How many of the tokens seen so far the request keeps, and whether it has ended there."""
@@ -72,17 +70,10 @@ class Plain:
         if not said:
             return
         for place, right in outcomes(draft.tokens, said):
-            if place >= draft.num_given:
-                cell, source = draft.cells[place]
-                self.calibration.counts[cell] += (1, right)
-                self.calibration.by_source[source] += (1, right)
+            cell, source = draft.cells[place]
+            self.calibration.counts[cell] += (1, right)
+            self.calibration.by_source[source] += (1, right)
         draft.tokens = []
-
-    def grade_model(self, model, said):
-        for place, right in outcomes(model.tokens, said):
-            self.model_counts[model.cells[place]] += (1, right)
-        if said:
-            model.tokens = []
 
 
 def outcomes(drafted, said):
@@ -93,28 +84,14 @@ def outcomes(drafted, said):
             return
 
 
-def any_drafts(rng, arrays, row, calibration, num_cells):
-    """Writes drafts of every kind into a request's row. Returns the same as lists."""
-    held, shape = {}, (*calibration.counts.shape[:-1], len(calibration.by_source))
-    for name in ("history", "continued"):
-        drafts, length = getattr(arrays, name), int(rng.integers(0, K + 1))
-        drafts.tokens[row] = rng.integers(0, 4, K)
-        drafts.cells[row] = rng.integers(0, shape, (K, 2))
-        drafts.lengths[row] = length
-        drafts.num_given[row] = rng.integers(0, length + 1) if name == "continued" else 0
-        held[name] = SimpleNamespace(
-            tokens=drafts.tokens[row, :length].tolist(),
-            cells=drafts.cells[row].tolist(),
-            num_given=int(drafts.num_given[row]),
-        )
-    num_model = rng.integers(0, K + 1)
-    arrays.model_tokens[row] = np.where(np.arange(K) < num_model, rng.integers(0, 4, K), PLACEHOLDER_TOKEN_ID)
-    arrays.model_cells[row] = rng.integers(0, num_cells, K)
-    held["model"] = SimpleNamespace(
-        tokens=arrays.model_tokens[row, :num_model].tolist(), cells=arrays.model_cells[row].tolist()
-    )
-    arrays.num_offered[row], arrays.is_model[row] = rng.integers(0, K + 1), rng.random() < 0.5
-    return held
+def any_draft(rng, arrays, row, calibration):
+    """Writes a draft of any kind into a request's row. Returns the same as lists."""
+    drafts, length = arrays.history, int(rng.integers(0, K + 1))
+    drafts.tokens[row] = rng.integers(0, 4, K)
+    drafts.cells[row] = rng.integers(0, (*calibration.counts.shape[:-1], len(calibration.by_source)), (K, 2))
+    drafts.lengths[row] = length
+    arrays.num_offered[row] = rng.integers(0, K + 1)
+    return SimpleNamespace(tokens=drafts.tokens[row, :length].tolist(), cells=drafts.cells[row].tolist())
 
 
 def in_engine(rng, table, some, moves, has_features):
@@ -148,13 +125,11 @@ def in_engine(rng, table, some, moves, has_features):
 def test_what_is_learned_from_a_step(kind, some, steps, seed, is_late):
     rng, ours = np.random.default_rng(seed), HistoryDrafter(max_draft_tokens=K)
     lone = Lone()
-    drafting = Drafting(
-        ours if kind == "history" else lone, K, max_model_len=MAX_MODEL_LEN, vocab_size=9, has_model=True
-    )
+    drafting = Drafting(ours if kind == "history" else lone, K, max_model_len=MAX_MODEL_LEN, vocab_size=9)
     if is_late:
         drafting.index_late()
-    drafter, table, counts = drafting.drafter, drafting.drafter.table, drafting.choice.counts
-    plain = Plain(ours._calibration, counts)
+    drafter, table = drafting.drafter, drafting.drafter.table
+    plain = Plain(ours._calibration)
     live = [SimpleNamespace(**request, output=[], num_seen=0, kept=0, features=[]) for request in some]
     for number, request in enumerate(live):
         drafter.start_request(str(number), request.prompt, problem_id=0)
@@ -162,7 +137,7 @@ def test_what_is_learned_from_a_step(kind, some, steps, seed, is_late):
         table.limit(
             request.row, max_tokens=request.max_tokens, min_tokens=request.min_tokens, stop_token_ids=request.stops
         )
-        request.drafts = any_drafts(rng, table.arrays, request.row, ours._calibration, len(counts))
+        request.draft = any_draft(rng, table.arrays, request.row, ours._calibration)
     for moves, has_features in steps:
         for request, move in zip(live, moves, strict=False):
             request.output += move["tokens"] * move["times"]
@@ -184,9 +159,7 @@ def test_what_is_learned_from_a_step(kind, some, steps, seed, is_late):
                 is_known = has_features and at >= num_before
                 feature_row = outcome.starts[batch_row] + at - num_before
                 request.features.append(outcome.features[feature_row] if is_known else no_features(1)[0])
-            plain.grade_model(request.drafts["model"], said)
-            plain.grade(request.drafts["history"], said)
-            plain.grade(request.drafts["continued"], said)
+            plain.grade(request.draft, said)
             to_come = request.max_tokens - request.kept
             if not is_complete and to_come > 1:
                 left = MAX_MODEL_LEN - len(request.prompt) - request.kept - 1
@@ -195,17 +168,15 @@ def test_what_is_learned_from_a_step(kind, some, steps, seed, is_late):
             assert table.arrays.is_complete[request.row] == is_complete
             assert table.arrays.num_offered[request.row] == 0
             if kind == "history" and said:
-                assert not any(drafts.lengths[request.row] for drafts in (table.arrays.history, table.arrays.continued))
-            assert not table.arrays.is_model[request.row]
+                assert table.arrays.history.lengths[request.row] == 0
         assert learned.room.tolist() == room
         assert learned.num_live == sum(not plain.end(request)[1] for request in now)
         assert learned.num_emitted == num_emitted
-        assert (counts == plain.model_counts).all()
         if kind == "history":
             for ours_now, expected in zip(ours._calibration, plain.calibration, strict=True):
                 np.testing.assert_allclose(ours_now, expected, rtol=1e-4)
         for request in now:
-            request.drafts |= any_drafts(rng, table.arrays, request.row, ours._calibration, len(counts))
+            request.draft = any_draft(rng, table.arrays, request.row, ours._calibration)
     for request in live:
         if kind != "history":
             assert lone.tokens[request.name] == request.output[: request.kept]

@@ -86,9 +86,9 @@ def test_everything_is_compiled_while_the_engine_is_built(tiny_model, monkeypatc
     """The first generation would wait for it, without a word. `tests/jit` shows that it compiles everything."""
     calls, original = [], warm_up.warm_up
 
-    def spy(config, *, device, has_model, log):
+    def spy(config, *, device, log):
         calls.append((config.num_speculative_tokens, str(device)))
-        original(config, device=device, has_model=has_model, log=log)
+        original(config, device=device, log=log)
 
     monkeypatch.setattr(warm_up, "warm_up", spy)
     build(tiny_model, **engine_kwargs(num_speculative_tokens=7, drafter="ngram"))

@@ -16,12 +16,10 @@ from vllm import SamplingParams
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 
 from rollout_spec import RolloutSpecConfig, transfers
-from rollout_spec.drafters.host.step import NO_FEATURES
 from rollout_spec.integrations.vllm import runner_v1
-from rollout_spec.integrations.vllm.runner_v1 import RunnerAdapterV1, Verification
+from rollout_spec.integrations.vllm.runner_v1 import RunnerAdapterV1
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.verify.api import verify_rows
-from tests.integrations.vllm.test_session import a_request, a_session, of_model, schedule
 
 VOCAB_SIZE = 10
 
@@ -207,25 +205,3 @@ def test_where_nothing_learns_a_step_is_counted_before_it_ends():
     runner.logits[4] = torch.nan
     with pytest.raises(FloatingPointError, match="first in request c"):
         runner.sample()
-
-
-def test_the_models_drafts_are_those_of_the_same_requests():
-    """Rows of chunks are not drafted for. Beside prompts of embeddings the model drafts alone."""
-    session = a_session(has_model=True, budget=False)
-    requests = {"a": a_request([1, 2]), "chunk": a_request([1] * 9), "embedded": a_request(), "new": a_request([3, 4])}
-    requests["embedded"].prompt_token_ids = None
-    schedule(session, requests)
-    adapter, none = RunnerAdapterV1.__new__(RunnerAdapterV1), np.zeros(4, np.int64)
-    adapter.session, adapter.clock = session, SimpleNamespace(started=0.0)
-    adapter.finish_counting = lambda: Verification(none, none, np.arange(5), None, NO_FEATURES)
-    batch = {"token_ids_cpu": np.full((4, 20), 40, np.int32), "num_tokens_no_spec": np.array([3, 5, 3, 3], np.int32)}
-    adapter._runner = SimpleNamespace(
-        input_batch=SimpleNamespace(req_ids=list(requests), **batch), query_start_loc=SimpleNamespace(np=np.arange(5))
-    )
-    model = of_model([30, 31], [32, 33], [34, 35], [36, 37])
-    is_sampled = np.array([True, False, True, True])
-    assert adapter.draft(is_sampled, model) == [[30, 31], [], [34, 35], [36, 37]]
-    session._switch_off(ArithmeticError())  # while the device computed, in `update_index`
-    session.drafting.learn = None
-    assert adapter.draft(is_sampled, model) == [[30, 31], [], [34, 35], [36, 37]], "the model drafts alone"
-    assert session.stats.drafter_errors == 1

@@ -16,7 +16,6 @@ from rollout_spec import RolloutSpecConfig
 from rollout_spec.budget import SECONDS
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
-from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.features.format import no_features
 from rollout_spec.history.problems import Problems
 from rollout_spec.integrations.vllm.session import STEPS_PER_SHARING, HostSession, Session
@@ -53,9 +52,7 @@ def a_request(prompt=(1, 2, 3)):
     )
 
 
-def a_session(
-    share_from_first_rank=None, *, max_step_tokens=64, max_model_len=500, index_late=False, has_model=False, **options
-):
+def a_session(share_from_first_rank=None, *, max_step_tokens=64, max_model_len=500, index_late=False, **options):
     config = RolloutSpecConfig(**{"num_speculative_tokens": 4, "drafter": "suffix", **options})
     engine = SimpleNamespace(
         model_config=SimpleNamespace(
@@ -70,7 +67,7 @@ def a_session(
         scheduler_config=SimpleNamespace(max_num_scheduled_tokens=None, max_num_batched_tokens=max_step_tokens),
         compilation_config=SimpleNamespace(cudagraph_mode=None),
     )
-    return HostSession(config, engine, share_from_first_rank, has_model=has_model, index_late=index_late)
+    return HostSession(config, engine, share_from_first_rank, index_late=index_late)
 
 
 def schedule(session, requests):
@@ -80,13 +77,11 @@ def schedule(session, requests):
     session.start_requests([SimpleNamespace(**{**vars(request), "req_id": name}) for name, request in new.items()])
 
 
-def advance(
-    session, tokens, outcomes=None, *, ended=(), step_tokens=None, requests=None, has_features=False, model=None
-):
+def advance(session, tokens, outcomes=None, *, ended=(), step_tokens=None, requests=None, has_features=False):
     """One step in which each request of `tokens` says its own. Returns what is to be verified.
 
     The batch begins with a chunk of a prompt, of which the session is not to see anything. With features every row's
-    first word is its target token, and its second one is 1. `model` is what a model drafts.
+    first word is its target token, and its second one is 1.
     """
     session.finish_requests(ended, ())
     requests = requests or {req_id: a_request((7, len(req_id))) for req_id in tokens}
@@ -127,7 +122,6 @@ def advance(
         num_step_tokens=int(followed.size + verified.sum()) if step_tokens is None else step_tokens,
         began=time.perf_counter(),
         targets=targets if getattr(session.drafter, "wants_rejected_targets", False) else None,
-        model=model,
     )
     names = itertools.compress(tokens, is_followed)
     listed = zip(names, drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)
@@ -215,7 +209,7 @@ def test_ranks_whose_clocks_differ_cut_alike(monkeypatch, index_late):
 @pytest.mark.parametrize(
     ("drafter", "method"),
     [
-        *(("suffix", name) for name in ("start_request", "row_of", "learn_step", "propose_rows", "continue_rows")),
+        *(("suffix", name) for name in ("start_request", "row_of", "learn_step", "propose_rows")),
         *(("tests.adversaries.Adversary", name) for name in ("start_request", "extend", "propose")),
         *(("suffix", name) for name in ("update_index", "stop_request", "output_of")),
     ],
@@ -223,7 +217,7 @@ def test_ranks_whose_clocks_differ_cut_alike(monkeypatch, index_late):
 def test_a_drafter_that_raises_ends_speculation_or_where_other_ranks_go_on_the_run(drafter, method, ranks):
     share = (lambda values: values) if ranks == 2 else None
     late = {"index_late": method == "update_index"}
-    session = a_session(share, budget=False, has_model=True, drafter=drafter, drafter_options={}, **late)
+    session = a_session(share, budget=False, drafter=drafter, drafter_options={}, **late)
     of_user, requests = drafter != "suffix", {"a": a_request((7, 8)), "b": a_request((7, 8))}
 
     def broken(*args, **kwargs):
@@ -234,7 +228,7 @@ def test_a_drafter_that_raises_ends_speculation_or_where_other_ranks_go_on_the_r
     def go_through_a_life():
         drafts = []
         for n in range(5):
-            drafts.append(advance(session, {"a": [n], "b": [n]}, requests=requests, model=of_model([n + 1], [n + 1])))
+            drafts.append(advance(session, {"a": [n], "b": [n]}, requests=requests))
             session.update_index()
         advance(session, {"c": [1]}, ended=["a", "b"])
         return drafts
@@ -247,7 +241,6 @@ def test_a_drafter_that_raises_ends_speculation_or_where_other_ranks_go_on_the_r
     if method not in ("stop_request", "output_of"):
         assert not any(step.get("a") for step in drafts[1:])
     assert (session.is_learning, session.stats.drafter_errors, session.num_live_requests()) == (False, 1, 0)
-    assert session.wants_model(), "the model drafts alone"
     with pytest.raises(RuntimeError, match="its drafter has raised"):
         session.set_enabled(True)
     session.update_index()
@@ -533,57 +526,3 @@ def test_history_counts_no_request_once_the_drafter_has_raised(tmp_path):
     assert not history._live
     assert not history._thread._watched
     session.close()
-
-
-# -- beside a model --------------------------------------------------------------------------------------------------
-
-
-def of_model(*tokens, probability=0.9):
-    """What a model drafts for each request."""
-    token_ids = np.array(tokens, np.int32)
-    return ModelDrafts(token_ids, np.full(token_ids.shape, probability, np.float32))
-
-
-def test_the_model_drafts_where_history_is_silent_and_history_goes_on():
-    session = a_session(has_model=True, budget=False)
-    request = a_request((7, 8))
-    advance(session, {"old": [11, 12, 13, 14, 15, 16]}, requests={"old": request})
-    advance(session, {"a": [20]}, ended=["old"], requests={"a": request})
-    drafted = advance(session, {"a": [21]}, requests={"a": request}, model=of_model([12, 13]))
-    assert drafted == {"a": [12, 13, 14, 15]}
-    outcome = Outcome([12, 13, 14, 30], 3, 4)
-    drafted = advance(
-        session, {"a": [12, 13, 14, 30]}, {"a": outcome}, requests={"a": request}, model=of_model([40, 41])
-    )
-    assert drafted == {"a": [40, 41]}, "nothing follows it in the history"
-    counts = session.source_counts()
-    assert counts["model"] == [2, 2]
-    assert counts["problem"] == [2, 1], "of history's continuation the first was right and the second was not"
-
-
-def test_history_is_verified_where_it_promises_more_and_both_are_graded():
-    session = a_session(has_model=True, budget=False)
-    request = a_request((7, 8))
-    advance(session, {"old": [11, 12, 13, 14, 15, 16]}, requests={"old": request})
-    advance(session, {"a": [11]}, ended=["old"], requests={"a": request})
-    wrong = of_model([30, 31], probability=0.1)
-    drafted = advance(session, {"a": [12]}, requests={"a": request}, model=wrong)
-    assert drafted == {"a": [13, 14, 15, 16]}
-    advance(session, {"a": [13]}, {"a": Outcome([13, 9, 9, 9, 9], 1, 4)}, requests={"a": request}, model=wrong)
-    assert session.source_counts()["model"] == [1, 0]
-    # A step in which the model did not draft, and one that is switched off.
-    assert advance(session, {"a": [14]}, requests={"a": request}) == {"a": [15, 16]}
-    assert session.wants_model()
-    session.set_enabled(False)
-    assert not session.wants_model()
-    assert advance(session, {"a": [15]}, requests={"a": request}, model=wrong) == {"a": []}
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.6])
-def test_a_models_drafts_are_graded_apart_for_greedy_and_sampled_requests(temperature):
-    session, request = a_session(has_model=True, budget=False), a_request()
-    request.sampling_params.temperature = temperature
-    advance(session, {"a": [20]}, requests={"a": request}, model=of_model([12, 13]))
-    advance(session, {"a": [12]}, requests={"a": request}, model=of_model([12, 13]))
-    greedy, sampled = session.choice.counts.reshape(2, -1)
-    assert (greedy.any(), sampled.any()) == (temperature == 0, temperature > 0)

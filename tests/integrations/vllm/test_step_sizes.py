@@ -126,7 +126,7 @@ def test_what_the_trainer_gives_is_raised(changed, options, given, expected):
 
 @pytest.mark.parametrize(("options", "expected"), [(engine_kwargs(), False), (engine_kwargs(speculation=False), None)])
 def test_a_drafter_on_the_host_asks_for_synchronous_scheduling(tiny_model, monkeypatch, options, expected):
-    """From 0.33 on vLLM's V2 runner would schedule asynchronously, with K draft tokens for every request."""
+    """vLLM would do so by itself, with a warning."""
     from vllm.config import VllmConfig
 
     seen = []

@@ -88,16 +88,6 @@ def test_what_engines_are_given(tiny_model, monkeypatch, said, variable, engine,
     assert [text.endswith(str(line)) for text in said if text.startswith(VARIABLE)] == [True] * (line is not None)
 
 
-@pytest.mark.engine
-def test_history_joins_a_frameworks_own_drafter_with_a_model(tiny_model, monkeypatch, said):
-    monkeypatch.setenv(VARIABLE, '{"num_speculative_tokens": 6}')
-    theirs = {"method": "draft_model", "model": str(tiny_model), "num_speculative_tokens": 2}
-    config = configuration(tiny_model, speculative_config=theirs)
-    assert said[0].endswith("a drafter from history beside its 'draft_model'")
-    assert config.speculative_config.num_speculative_tokens == 6
-    assert config.additional_config["rollout_spec"]["speculative_config"]["num_speculative_tokens"] == 2
-
-
 def test_a_framework_may_leave_it_to_the_checkpoint_how_much_is_drafted():
     request = read_environment({VARIABLE: '{"num_speculative_tokens": 6, "drafter": "suffix"}'})
     _, arguments = request.beside({"method": "mtp"})
@@ -174,12 +164,10 @@ def make(model, **arguments):
 def test_refused_where_vllm_mixes_up_their_states(recurrent, tiny_model, monkeypatch, version):
     monkeypatch.setattr(vllm, "__version_tuple__", version)
     monkeypatch.setattr(vllm, "__version__", ".".join(map(str, version)))
-    beside = {"method": "draft_model", "model": str(recurrent), "num_speculative_tokens": 3}
-    for options in ({}, {"speculative_config": beside}):  # a model's last step, before `max_tokens`, has no draft
-        vllm_config = make(recurrent, **engine_kwargs(**options))
-        message = r"layers wrongly where it speculates.* install vLLM 0\.32 .*speculation=False"
-        with pytest.raises(ValueError, match=message) if (0, 0) < version < (0, 32) else nullcontext():
-            check_engine(vllm_config, config_of(vllm_config))
+    vllm_config = make(recurrent, **engine_kwargs())
+    message = r"layers wrongly where it speculates.* install vLLM 0\.32 .*speculation=False"
+    with pytest.raises(ValueError, match=message) if (0, 0) < version < (0, 32) else nullcontext():
+        check_engine(vllm_config, config_of(vllm_config))
     for model, options in ((recurrent, {"speculation": False}), (tiny_model, {})):
         vllm_config = make(model, **engine_kwargs(**options))
         check_engine(vllm_config, config_of(vllm_config))
@@ -188,7 +176,6 @@ def test_refused_where_vllm_mixes_up_their_states(recurrent, tiny_model, monkeyp
 def test_they_have_few_draft_tokens_unless_told_otherwise(recurrent, tiny_model):
     """Each is a state more of each request."""
     proposer = {"method": "custom_class", "model": PROPOSER_PATH, "num_speculative_tokens": 6}
-    draft_model = {"method": "draft_model", "model": str(recurrent)}
     additional = {"additional_config": engine_kwargs()["additional_config"]}
     for model, arguments, k in (
         (recurrent, engine_kwargs(), 3),
@@ -197,11 +184,6 @@ def test_they_have_few_draft_tokens_unless_told_otherwise(recurrent, tiny_model)
         (recurrent, {"speculative_config": proposer, "additional_config": {"rollout_spec": {}}}, 6),
         (recurrent, {"speculative_config": proposer}, 6),
         (recurrent, {"speculative_config": proposer, **additional}, 6),
-        (
-            recurrent,
-            RolloutSpecConfig(speculative_config={**draft_model, "num_speculative_tokens": 2}).engine_kwargs(),
-            2,
-        ),
     ):
         vllm_config = make(model, **arguments)
         assert config_of(vllm_config).num_speculative_tokens == k

@@ -16,17 +16,17 @@ from rollout_spec.integrations.vllm.session import Session
 from tests.conftest import VOCAB_SIZE
 from tests.integrations.draft_models import METHODS, model_drafters
 from tests.integrations.engines import (
+    RESIDENT,
     assert_same,
     build,
     generate,
     mixed_params,
-    needs_model_drafters,
     prompts_of,
     runner_of,
     stats_of,
 )
 
-pytestmark = [pytest.mark.engine, needs_model_drafters]
+pytestmark = pytest.mark.engine
 
 SHARED = {"lm_head.weight", "model.embed_tokens.weight"}
 
@@ -66,7 +66,7 @@ def build_pair(drafters, method):
     target, spec = drafters[method]
     extension = {"worker_extension_cls": f"{__name__}.Extension", "max_num_seqs": 6}
     spec = {**spec, "num_speculative_tokens": 2}
-    drafting = engine_kwargs(num_speculative_tokens=4, budget=False, speculative_config=spec)
+    drafting = engine_kwargs(num_speculative_tokens=4, speculative_config=spec, **RESIDENT)
     return build(target, **extension, **drafting), build(target, **extension, **engine_kwargs(speculation=False))
 
 

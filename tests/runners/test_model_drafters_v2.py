@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -15,26 +13,20 @@ pytest.importorskip("vllm")
 from rollout_spec import engine_kwargs
 from tests.integrations.draft_models import METHODS, model_drafters
 from tests.integrations.engines import (
-    IS_V2,
     PLAIN,
     RESIDENT,
     assert_same,
     build,
     generate,
     mixed_params,
-    needs_model_drafters,
     prompts_of,
     runner_of,
     stats_of,
 )
 
-pytestmark = [pytest.mark.engine, needs_model_drafters]
+pytestmark = pytest.mark.engine
 
 MODEL_TOKENS = 2
-SILENT = "tests.adversaries.Silent"
-"""A drafter from history that proposes nothing: only the model drafts. In V2 history is on the device."""
-HISTORY = RESIDENT if IS_V2 else {"budget": False}
-only_v1 = pytest.mark.skipif(IS_V2, reason="in V2 history is on the device")
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +37,11 @@ def drafters(tiny_model, tmp_path_factory):
 def build_beside(drafters, method, **options):
     target, speculative = drafters[method]
     speculative = {**speculative, "num_speculative_tokens": MODEL_TOKENS}
-    return build(target, max_num_seqs=8, **engine_kwargs(**{**HISTORY, "speculative_config": speculative, **options}))
+    return build(target, max_num_seqs=8, **engine_kwargs(**{**RESIDENT, "speculative_config": speculative, **options}))
 
 
 def build_alone(drafters, method):
-    if not IS_V2:
-        return build_beside(drafters, method, drafter=SILENT)
+    """An engine in which the model's drafts are verified whatever history has."""
 
     def choose(slots, num_sampled, temperature, history, model):
         return torch.nn.functional.pad(model, (0, history.shape[1] - model.shape[1]))
@@ -67,15 +58,7 @@ def drafts_of_the_model(llm, params, prompts):
     def note(seed, position, tokens):
         drafts[seed, position] = tuple(tokens[:MODEL_TOKENS].tolist())
 
-    def propose_v1(*args, **kwargs):
-        tokens = original(*args, **kwargs)
-        for i, req_id in enumerate(runner.input_batch.req_ids):
-            if not runner.discard_request_mask.np[i]:
-                seed = runner.requests[req_id].sampling_params.seed
-                note(seed, int(drafter._noise[2][i]), tokens[i])
-        return tokens
-
-    def propose_v2(self, input_batch, *args, dummy_run=False, **kwargs):
+    def propose(self, input_batch, *args, dummy_run=False, **kwargs):
         tokens = original(self, input_batch, *args, dummy_run=dummy_run, **kwargs)
         for i in range(input_batch.num_reqs):
             if not dummy_run and args[4][i] > 0:  # sampled
@@ -83,16 +66,15 @@ def drafts_of_the_model(llm, params, prompts):
                 note(int(sampling.seeds.gpu[request]), int(runner.req_states.total_len.gpu[request]), tokens[i])
         return tokens
 
-    drafter = type(runner.speculator).__mro__[2] if IS_V2 else runner.rollout_spec.model_drafter
-    name, propose = ("propose", propose_v2) if IS_V2 else ("_propose", propose_v1)
-    original = getattr(drafter, name)
+    drafter = type(runner.speculator).__mro__[2]
+    original = drafter.propose
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafter, name, propose)
+        patch.setattr(drafter, "propose", propose)
         return generate(llm, params, prompts), drafts
 
 
 def assert_same_drafts(ours, theirs):
-    """Where both drafted for the same position. Rounding decides some in V1, whose batches have other sizes."""
+    """Where both drafted for the same position. Rounding may decide some."""
     shared = ours.keys() & theirs.keys()
     assert len(shared) > 10
     assert sum(ours[key] != theirs[key] for key in shared) <= 0.01 * len(shared)
@@ -119,7 +101,6 @@ def test_the_model_drafts_the_same_alone_and_beside_history(drafters, off, refer
     assert 0 < right < reached
 
 
-@pytest.mark.skipif(not IS_V2, reason="V1 chooses on the host: tests/drafters/model")
 def test_each_is_chosen_where_it_promises_more(drafters):
     llm = build_beside(drafters, "eagle")
     choice, is_model = runner_of(llm).speculator._choice, []
@@ -151,28 +132,11 @@ def test_drafts_are_drawn_with_the_targets_noise(drafters, verify, least, most):
     assert least <= right / reached <= most
 
 
-@only_v1
-def test_the_models_cache_has_no_gaps_where_its_passes_are_left_out(drafters, off, reference_model, monkeypatch):
-    """It drafts in every third step only, and then what it drafts in an engine that always asks it."""
-    drafts = []
-    for period in (1, 3):
-        llm = build_beside(drafters, "eagle", num_speculative_tokens=5)
-        count = itertools.count()
-        drafter = runner_of(llm).rollout_spec.model_drafter
-        monkeypatch.setattr(drafter, "wants_model", lambda n=count, p=period: next(n) % p == 0)
-        params = mixed_params(12, 5, max_tokens=40)
-        prompts = prompts_of(params)
-        ours, drafted = drafts_of_the_model(llm, params, prompts)
-        assert_same(ours, generate(off, params, prompts), prompts, params, reference_model)
-        drafts.append({key: tokens for key, tokens in drafted.items() if tokens})
-    assert_same_drafts(*drafts)
-
-
 def test_a_configuration_as_users_have_it(drafters):
     """K comes from their `speculative_config`; drafts with probabilities are of no use and not made."""
     target, speculative = drafters["eagle"]
     speculative = {**speculative, "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}
     llm = build(target, speculative_config=speculative, additional_config={"rollout_spec": {}})
     (config,) = llm.collective_rpc("rollout_spec", args=("config",))
-    assert (config["num_speculative_tokens"], config["drafter"]) == (2, "device" if IS_V2 else "history")
+    assert (config["num_speculative_tokens"], config["drafter"]) == (2, "device")
     assert len(generate(llm, mixed_params(4, 15))) == 4
