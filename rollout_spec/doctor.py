@@ -232,17 +232,19 @@ def _history(history: dict[str, Any]) -> str:
 
 
 def _times(stats: dict[str, Any]) -> str:
-    times = {"target's forward pass": stats["forward_seconds"], "verification": stats["verify_seconds"]}
-    title = "Where the time of a step goes"
-    if stats["step_seconds"]:  # only a drafter on the host sees steps end
-        times["drafting"] = stats["draft_seconds"]
-        times["scheduling and other"] = stats["step_seconds"] - sum(times.values())
-    else:
-        title += ", as far as it was seen"
-    total = sum(times.values())
-    rows = [[name, f"{seconds:.2f}", f"{seconds / total:.1%}"] for name, seconds in times.items() if total]
-    title += f": {1e3 * total / max(stats['emitted_tokens'], 1):.3f} ms per token"
-    return _table(title, ["", "seconds", "share"], rows)
+    """How long a step takes, and for whom it waits, in a line."""
+    if not stats["timed_steps"]:
+        return ""
+    milliseconds = 1e3 * stats["step_seconds"] / stats["timed_steps"]
+    line = f"A step takes {milliseconds:.1f} ms, of which the model and verification take "
+    line += f"{stats['device_seconds'] / stats['step_seconds']:.0%} and the host's other work the rest"
+    return line + (f", drafting {_share_of_drafting(stats):.0%}" if stats["draft_seconds"] else "")
+
+
+def _share_of_drafting(stats: dict[str, Any]) -> float:
+    """Of a step's time, what the host takes to draft."""
+    per_step = stats["step_seconds"] / (stats["timed_steps"] or 1)
+    return stats["draft_seconds"] / stats["steps"] / per_step if per_step else 0.0
 
 
 def _table(title: str, heads: list[str], rows: list[list[str]]) -> str:
@@ -277,7 +279,7 @@ def advice(report: dict[str, Any]) -> Iterator[str]:
     measured = report.get("measured")
     if measured is not None and measured["high"] is not None and measured["high"] < 1:
         yield f"Set speculation=False: generations were {measured['speedup']:.2f} times as fast with drafts."
-    drafting = stats["draft_seconds"] / (stats["step_seconds"] or 1)
+    drafting = _share_of_drafting(stats)
     if drafting > LONG_DRAFTING and not report["device"].endswith("CPU"):
         yield f'Try drafter="device", in the V2 runner: drafting on the host took {drafting:.1%} of the time.'
     yield from _about_length(report)

@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 RATES = "tokens_per_step", "mean_acceptance_length", "acceptance_rate", "draft_tokens", "accepted_tokens"
 MEASURED = "measured_speedup", "measured_speedup_low", "measured_speedup_high", "measured_generations"
-TIMES = "step_seconds", "forward_seconds", "verify_seconds", "draft_seconds"
 
 
 class EngineController:
@@ -316,7 +315,7 @@ class EngineController:
         if measured is not None:
             values = dict(zip(MEASURED, measured, strict=True))
             metrics |= {name: value for name, value in values.items() if value is not None}
-        return as_metrics(stats, (*RATES, *TIMES, "drafter_errors"), metrics)
+        return as_metrics(stats, (*RATES, "device_share", "draft_seconds", "drafter_errors"), metrics)
 
 
 def as_metrics(stats: SpeculationStats, names: Iterable[str], more: Mapping[str, float]) -> dict[str, float]:

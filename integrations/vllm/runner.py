@@ -24,7 +24,7 @@ class RunnerAdapter:
     Attributes:
         session: None for an engine that samples with our noise only.
         stats: This engine's counters.
-        clock: Times the runner's steps.
+        clock: Times some of the runner's steps.
         config: The engine's options.
         lora_paths: Of the LoRA adapters that were loaded, by a command or for a request, by vLLM's number.
         scheduled: vLLM's `SchedulerOutput` of this step.
@@ -129,7 +129,7 @@ class RunnerAdapter:
             if lora is not None and self.lora_paths.get(lora.lora_int_id) != lora.lora_path:
                 self.on_lora(lora)
         if self.session is None or self.session.is_learning:
-            self.clock.start()
+            self.clock.start(is_busy=bool(scheduled.scheduled_cached_reqs.req_ids))
         if self.session is not None and not self.warming_up:
             self.session.finish_requests(scheduled.finished_req_ids, scheduled.preempted_req_ids or ())
 

@@ -155,7 +155,6 @@ class RunnerAdapterV1(RunnerAdapter):
             FloatingPointError: logits hold NaN or +inf. Where there is a drafter, `draft` raises it later in the step;
                 under asynchronous scheduling the next step does.
         """
-        self.clock.mark()
         sampling = self._runner.input_batch.sampling_metadata
         batch = self._describe_batch(sampling)
         self.finish_counting()
@@ -363,10 +362,7 @@ class RunnerAdapterV1(RunnerAdapter):
             verification.features,
         )
         drafts = session.draft(
-            sampled,
-            num_step_tokens=int(self._runner.query_start_loc.np[size]),
-            began=self.clock.started,
-            targets=verification.target_token_ids,
+            sampled, num_step_tokens=int(self._runner.query_start_loc.np[size]), targets=verification.target_token_ids
         )
         of_rows = zip(batch_rows.tolist(), drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)
         for row, tokens, length in of_rows:

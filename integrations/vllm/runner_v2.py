@@ -178,7 +178,6 @@ class VerifyingSampler:
         Raises:
             FloatingPointError: an earlier step's logits held NaN or +inf.
         """
-        self._adapter.clock.mark()
         self.read_counts()
         num_nans = get_num_nans(logits) if self.inner.compute_nans else None
         asked = self._what_is_asked(input_batch.idx_mapping_np)

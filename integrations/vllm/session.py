@@ -333,15 +333,12 @@ class HostSession(Session):
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def draft(
-        self, sampled: Sampled, *, num_step_tokens: int, began: float, targets: NDArray[np.int64] | None = None
-    ) -> Drafts:
+    def draft(self, sampled: Sampled, *, num_step_tokens: int, targets: NDArray[np.int64] | None = None) -> Drafts:
         """Draft for the next step. Called once per step.
 
         Args:
             sampled: What the step has sampled, of the requests that have rows.
             num_step_tokens: Tokens that the step computed, those of prompts among them.
-            began: When it began, by `time.perf_counter`.
             targets: See `BatchDrafter.learn_step`.
 
         Returns:
@@ -358,7 +355,7 @@ class HostSession(Session):
         try:
             learned = self.drafting.learn(sampled, targets)
             self.stats.emitted_tokens -= learned.num_sampled - learned.num_emitted  # all were counted
-            self._time_step(started, began, num_step_tokens, sampled.rows.size, learned)
+            self._time_step(started, num_step_tokens, sampled.rows.size, learned)
             room = learned.room if self.enabled else np.zeros_like(learned.room)
             # The median, not the mean: a step of the mean's size may never have occurred, so its cost is not known.
             next_tokens = learned.num_live + median_high(self._prompt_tokens)
@@ -436,8 +433,8 @@ class HostSession(Session):
 
     # -- times -------------------------------------------------------------------------------------------------------
 
-    def _time_step(self, now: float, began: float, num_tokens: int, num_requests: int, learned: Learned) -> None:
-        """Count the time of the step that has ended, from the last call to this one, and tell it to the budget.
+    def _time_step(self, now: float, num_tokens: int, num_requests: int, learned: Learned) -> None:
+        """Tell the budget the time of the step that has ended, from the last call to this one.
 
         Args:
             num_tokens: Tokens that it computed.
@@ -447,15 +444,10 @@ class HostSession(Session):
         was_idle, self._was_idle = self._was_idle, False
         num_prompt_tokens = max(num_tokens - num_requests - num_draft_tokens, 0)
         self._prompt_tokens.append(num_prompt_tokens)
-        if last is None or was_idle or num_requests == 0:
-            self.stats.step_seconds += now - began
-            return
-        took = now - last
-        self.stats.step_seconds += took
-        if self.budget is None:
+        if self.budget is None or last is None or was_idle or num_requests == 0:
             return
         self._unshared.append(
-            _Step(num_tokens, took, num_draft_tokens > 0, self.drafting.seconds, self.drafting.num_asked)
+            _Step(num_tokens, now - last, num_draft_tokens > 0, self.drafting.seconds, self.drafting.num_asked)
         )
         if self._share_from_first_rank is not None:
             step = self._unshared[-1]

@@ -1,4 +1,4 @@
-"""The times of a step's parts."""
+"""How much of a step the device works, and how much it waits for the host."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ import torch
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.transfers import runs_later
 
+STEPS_PER_TIMED = 16
+"""One step in so many is timed: on a GPU that takes two events."""
+
 
 class StepClock:
-    """Adds the times of each step's forward pass and verification to `stats`.
+    """Adds the times of some steps to `stats`: of the whole step, and of the device's part of it.
 
-    Call `start` before the forward pass is prepared, `mark` before verification and `stop` after it. On a GPU each
-    records an event in the stream, which is read once it has passed; the forward pass's time then includes the device's
-    wait for its preparation. Steps without all three calls are not counted.
-
-    Attributes:
-        started: When the last step was started, by `time.perf_counter`.
+    Call `start` before the forward pass is prepared and `stop` after verification. On a GPU both record an event in the
+    stream, which is read once it has passed; the device's part then includes its wait for that preparation.
     """
 
     def __init__(self, device: torch.device, stats: SpeculationStats) -> None:
         self._uses_events = runs_later(device)
         self._stats = stats
-        self.started = 0.0
-        self._marks: list[Any] = []
-        self._unread: deque[list[Any]] = deque()
+        self._started = 0.0
+        self._num_steps = 0
+        self._marks: list[Any] = []  # of the step that is timed
+        self._unread: deque[tuple[Any, Any, float]] = deque()
 
-    def start(self) -> None:
-        """A step begins."""
-        self.started = time.perf_counter()
-        self._marks = [self._now()]
+    def start(self, *, is_busy: bool) -> None:
+        """A step begins.
 
-    def mark(self) -> None:
-        """Verification begins."""
-        self._marks.append(self._now())
+        Args:
+            is_busy: Whether a request of the last step goes on, so that the engine has not been idle since.
+        """
+        last, self._started = self._started, time.perf_counter()
+        if len(self._marks) == 2 and is_busy:
+            began, ended = self._marks
+            self._unread.append((began, ended, self._started - last))
+        self._num_steps += 1
+        self._marks = [] if self._num_steps % STEPS_PER_TIMED else [self._now()]
+        self.read()
 
     def stop(self) -> None:
         """Verification has ended, or its work has been launched."""
-        self.mark()
-        if len(self._marks) == 3:
-            self._unread.append(self._marks)
-        self._marks = []
-        self.read()
+        if len(self._marks) == 1:
+            self._marks.append(self._now())
 
     def read(self) -> None:
         """Count the steps that the device has finished."""
-        while self._unread:
-            started, marked, stopped = self._unread[0]
-            if self._uses_events and not stopped.query():
-                return
-            self._unread.popleft()
-            self._stats.forward_seconds += self._between(started, marked)
-            self._stats.verify_seconds += self._between(marked, stopped)
+        while self._unread and (not self._uses_events or self._unread[0][1].query()):
+            began, ended, seconds = self._unread.popleft()
+            self._stats.timed_steps += 1
+            self._stats.step_seconds += seconds
+            self._stats.device_seconds += began.elapsed_time(ended) / 1e3 if self._uses_events else ended - began
 
     def _now(self) -> Any:
         if not self._uses_events:
@@ -63,6 +63,3 @@ class StepClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _between(self, earlier: Any, later: Any) -> float:
-        return earlier.elapsed_time(later) / 1e3 if self._uses_events else later - earlier

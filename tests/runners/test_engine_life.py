@@ -71,7 +71,6 @@ def test_so_does_one_with_the_drafter_on_the_device(tiny_model, off, tmp_path):
 
     def check_end(life: EngineLife) -> None:
         assert len(session.live) <= 1, "only the last request's end is still unknown"
-        assert not session._versions
         for archived in [a for a in session.drafter._archive.order if all(a is not k for k in known)]:
             known.append(archived)
             tokens, _, num_prompt = archived.read()

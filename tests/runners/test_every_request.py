@@ -198,8 +198,9 @@ def test_a_budget_changes_no_rollout(tiny_model, off, reference_model, drafter):
     stats = stats_of(llm)
     assert stats["drafter_errors"] == 0
     assert stats["draft_tokens"] > 0
-    for part in ("forward", "verify", "draft"):
-        assert 0 < stats[f"{part}_seconds"] < stats["step_seconds"]
+    assert 0 < stats["device_seconds"] < stats["step_seconds"]
+    assert 0 < stats["timed_steps"] < stats["steps"] / 8
+    assert stats["draft_seconds"] > 0
     (report,) = llm.collective_rpc("rollout_spec", args=("report",))
     assert json.loads(json.dumps(report)) == report
     assert report["has_budget"]

@@ -120,7 +120,6 @@ def advance(session, tokens, outcomes=None, *, ended=(), step_tokens=None, reque
     drafts = session.draft(
         sampled,
         num_step_tokens=int(followed.size + verified.sum()) if step_tokens is None else step_tokens,
-        began=time.perf_counter(),
         targets=targets if getattr(session.drafter, "wants_rejected_targets", False) else None,
     )
     names = itertools.compress(tokens, is_followed)

@@ -1,4 +1,4 @@
-"""Seconds of a step's parts by a GPU's events, which count in milliseconds and pass later."""
+"""Seconds by a GPU's events, which count in milliseconds and pass later."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from rollout_spec.integrations.vllm.step_clock import StepClock
+from rollout_spec.integrations.vllm.step_clock import STEPS_PER_TIMED, StepClock
 from rollout_spec.stats import SpeculationStats
 
 
@@ -31,14 +31,22 @@ class Event:
         return later.at - self.at
 
 
-def test_events_are_read_in_seconds_once_they_have_passed(monkeypatch):
+def steps(clock, count=1, *, is_busy=True):
+    for _ in range(count):
+        clock.start(is_busy=is_busy)
+        clock.stop()
+
+
+def test_events_of_one_step_in_sixteen_are_read_once_they_have_passed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     stats = SpeculationStats()
     clock = StepClock(torch.device("cuda"), stats)
-    clock.start(), clock.start(), clock.mark(), clock.stop()
-    assert (stats.forward_seconds, stats.verify_seconds) == (0.0, 0.0), "not passed yet"
+    steps(clock, STEPS_PER_TIMED + 1)
+    assert (Event.made, stats.timed_steps) == (2, 0), "not passed yet"
     Event.now = 1e9
     clock.read()
-    assert (stats.forward_seconds, stats.verify_seconds) == (0.5, 0.5)
-    clock.start(), clock.stop()
-    assert stats.forward_seconds == 0.5, "a step without verification does not count"
+    assert (stats.timed_steps, stats.device_seconds) == (1, 0.5)
+    assert stats.step_seconds > 0
+    steps(clock, STEPS_PER_TIMED - 1)
+    steps(clock, is_busy=False)
+    assert stats.timed_steps == 1, "the engine was idle after it"
