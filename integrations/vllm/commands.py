@@ -46,7 +46,6 @@ def stats(engine: RunnerAdapter) -> dict[str, Any]:
     """
     num_bytes = num_requests = 0
     if engine.session is not None:
-        engine.session.check_model()
         num_bytes, num_requests = engine.session.memory_bytes(), engine.session.num_live_requests()
     return {**engine.stats.to_dict(), "drafter_bytes": num_bytes, "live_requests": num_requests}
 

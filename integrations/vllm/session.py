@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 MODEL = "model"
 """The model's drafts, among the sources of drafted tokens."""
-WRONG_TOKENS = 200
-"""Report a model drafter if none of this many judged tokens was right: it has lost its weights."""
 STEPS_PER_SHARING = 16
 """Tensor-parallel ranks take over the first rank's times once in this many steps, or at once where the budget waits for
 a step's time (`StepCost.is_awaited`)."""
@@ -70,7 +68,6 @@ class Session:
     enabled: bool = True
     is_learning: bool = True
     enable_adaptive_verification: bool = False
-    _has_lost_model = False
 
     def start_requests(self, requests: Iterable[Any]) -> None:
         """Requests were scheduled for the first time, in V2 also after a preemption, or with a longer prompt.
@@ -91,23 +88,6 @@ class Session:
     def set_enabled(self, enabled: bool) -> None:
         """Draft from now on, or no longer."""
         self.enabled = bool(enabled)
-
-    def check_model(self) -> None:
-        """Say once if nothing is right that a model drafts: its drafts cost time, and no rollout shows it.
-
-        What was right long ago counts less and less, so a loss in the middle of a run is said many policy versions
-        later. Waits for the device.
-        """
-        if self.choice is None or self._has_lost_model:
-            return
-        reached, right = self.choice.model_counts()
-        if reached >= WRONG_TOKENS and right == 0:
-            self._has_lost_model = True
-            logger.error(
-                "no token that the model drafter drafts is right, so it has lost its weights, or has those of another "
-                "model: vLLM discards them at sleep level 2 and does not load them again (vllm-project/vllm#52479). "
-                "Use llm.sleep(level=1), load the drafter's weights after waking up, or leave speculative_config out"
-            )
 
     def memory_bytes(self) -> int:
         """Bytes that the drafter holds; 0 if it does not say."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,19 +11,10 @@ pytest.importorskip("vllm")
 import torch
 
 from rollout_spec import engine_kwargs
-from rollout_spec.integrations.vllm.session import Session
+from rollout_spec.integrations.vllm.hybrid import ModelWatch
 from tests.conftest import VOCAB_SIZE
 from tests.integrations.draft_models import METHODS, model_drafters
-from tests.integrations.engines import (
-    RESIDENT,
-    assert_same,
-    build,
-    generate,
-    mixed_params,
-    prompts_of,
-    runner_of,
-    stats_of,
-)
+from tests.integrations.engines import RESIDENT, assert_same, build, generate, mixed_params, prompts_of, runner_of
 
 pytestmark = pytest.mark.engine
 
@@ -126,14 +116,21 @@ def test_updates_of_the_target(drafters, reference_model, trained, method):
         assert reached > right > 0, "drafts of the model were verified, and some were wrong"
 
 
-def test_counters_that_are_halved_are_no_loss(caplog):
-    """What was right long ago counts less, so both counters may fall while the model is right half of the time."""
-    session = Session()
-    counts = [(0, 0), (4096, 2048), (2048, 1024), (2248, 900), (199, 0), (200, 1)]
-    session.choice = SimpleNamespace(model_counts=lambda: counts.pop(0))
-    while counts:
-        session.check_model()
-    assert not caplog.records
+@pytest.mark.parametrize(
+    ("counts", "is_said"),
+    [
+        ([(150, 60), (349, 60)], False),
+        ([(150, 60), (350, 60)], True),  # in the middle of a run
+        ([(100, 0), (200, 0)], True),
+        ([(4096, 2048), (2048, 1024), (2248, 900), (199, 0), (200, 1)], False),  # counters that are halved
+        ([(4096, 9), (2048, 4), (2300, 4)], True),
+    ],
+)
+def test_a_model_is_lost_where_nothing_is_right_any_more(caplog, counts, is_said):
+    watch = ModelWatch()
+    for look in (*counts, counts[-1]):
+        watch.look(*look)
+    assert len(caplog.records) == is_said
 
 
 def test_a_drafter_that_has_lost_its_weights_is_reported(drafters, caplog):
@@ -145,5 +142,4 @@ def test_a_drafter_that_has_lost_its_weights_is_reported(drafters, caplog):
     for seed in range(8, 20):
         ours, plain = (generate(llm, mixed_params(6, seed, max_tokens=16, **params)) for llm in pair)
         assert [list(output.token_ids) for output in ours] == [list(output.token_ids) for output in plain]
-        stats_of(pair[0])
     assert caplog.text.count("so it has lost its weights") == 1
