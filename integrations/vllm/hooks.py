@@ -83,16 +83,18 @@ def complete_config(original: Callable[..., None], self: Any) -> None:
 def _with_affordable_drafts(vllm_config: Any, config: RolloutSpecConfig) -> RolloutSpecConfig:
     """The settings of an engine whose device drafts, with as many tokens as pay by the requests that run.
 
-    An engine alone gets a schedule, which is in vLLM's configuration. Data-parallel engines may wait for each other in
-    every step, so they have one K.
+    An engine alone gets a schedule, which is in vLLM's configuration, unless it is given one. Data-parallel engines may
+    wait for each other in every step, so they have one K, and vLLM drops a schedule.
     """
-    speculative = vllm_config.speculative_config
+    speculative, is_alone = vllm_config.speculative_config, vllm_config.parallel_config.data_parallel_size == 1
     is_on_device = config.drafts_on_device and vllm_config.use_v2_model_runner and not has_model_drafter(vllm_config)
-    if not (is_on_device and config.budget) or speculative.num_speculative_tokens_per_batch_size is not None:
+    if not (is_on_device and config.budget):
+        return config
+    if is_alone and speculative.num_speculative_tokens_per_batch_size is not None:
         return config
     cheap = step_sizes.CHEAP_TOKENS_A100 if is_a100() else step_sizes.CHEAP_TOKENS
     ranges = step_sizes.affordable_ranges(config.max_draft_tokens, cheap, share_of_experts(vllm_config))
-    if vllm_config.parallel_config.data_parallel_size == 1:
+    if is_alone:
         speculative.num_speculative_tokens_per_batch_size = ranges
         object.__setattr__(speculative, OUR_SCHEDULE, True)
         return config

@@ -38,7 +38,9 @@ def make(tiny_model, monkeypatch):
         if variable is not None:
             monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
         arguments = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 256, **arguments}
-        return EngineArgs(model=str(tiny_model), **engine_kwargs(**(options or {})), **arguments).create_engine_config()
+        return EngineArgs(
+            model=str(tiny_model), **{**engine_kwargs(**(options or {})), **arguments}
+        ).create_engine_config()
 
     return make
 
@@ -127,12 +129,17 @@ def test_a_drafter_on_the_host_is_refused_in_v2(make):
 
 
 @pytest.mark.parametrize(("max_num_seqs", "k"), [(1, 7), (16, 7), (64, 3), (256, 1), (1024, 1)])
-@pytest.mark.parametrize("is_moe", [False, True])
-def test_data_parallel_engines_have_one_k(make, monkeypatch, max_num_seqs, k, is_moe):
-    """Those of a dense model are told that they are alone, those of a mixture of experts wait for each other."""
+@pytest.mark.parametrize(("is_moe", "schedule"), [(False, None), (True, None), (False, [(1, 9, 8)])])
+def test_data_parallel_engines_have_one_k(make, monkeypatch, max_num_seqs, k, is_moe, schedule):
+    """Those of a dense model are told that they are alone, those of a mixture of experts wait for each other.
+
+    vLLM drops a schedule that it is given.
+    """
     lines = []
     monkeypatch.setattr(hooks, "say", lines.append)
-    front_end = make(data_parallel_size=2, max_num_seqs=max_num_seqs)
+    proposer = {"model": PROPOSER_PATH, "num_speculative_tokens": 8, "num_speculative_tokens_per_batch_size": schedule}
+    given = {} if schedule is None else {"speculative_config": proposer}
+    front_end = make(data_parallel_size=2, max_num_seqs=max_num_seqs, **given)
     for rank in range(2):
         vllm_config = pickle.loads(pickle.dumps(front_end))
         vllm_config.parallel_config.data_parallel_index = rank
