@@ -8,7 +8,6 @@ ranks rely on: a drafter must not depend on wall-clock time, threads or unseeded
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -109,9 +108,3 @@ class BatchDrafter(Drafter, Protocol):
 
     def propose_rows(self, rows: NDArray[np.int64], room: NDArray[np.int64]) -> None:
         """`propose` for these requests, int64 [R], at most room[i] tokens each: fills `Requests.history`."""
-
-
-def problem_of_prompt(prompt_token_ids: Tokens) -> int:
-    """The problem id of requests that name none: a hash of the prompt, in [0, 2**64)."""
-    digest = hashlib.blake2b(np.asarray(prompt_token_ids, np.int32).tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")

@@ -37,12 +37,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout_spec import checks
-from rollout_spec.drafters.base import Tokens, problem_of_prompt
+from rollout_spec.drafters.base import Tokens
 from rollout_spec.drafters.device import kernels
 from rollout_spec.drafters.device.archive import Archive, Archived, Ranges
 from rollout_spec.drafters.host.constants import CELLS, MAX_DEPTH, SOURCES
 from rollout_spec.drafters.registry import MAX_INDEX_BYTES, MAX_RESIDENT_TOKENS
 from rollout_spec.features.format import FEATURE_WORDS, Features, check_features, no_features
+from rollout_spec.history.problems import problem_of_prompt
 from rollout_spec.history.rollout import Rollout
 from rollout_spec.launches import trust_constants
 from rollout_spec.transfers import copy_to_host, runs_later, upload

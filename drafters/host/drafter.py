@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec import checks
-from rollout_spec.drafters.base import Tokens, problem_of_prompt
+from rollout_spec.drafters.base import Tokens
 from rollout_spec.drafters.host import constants, ngram, step, suffix
 from rollout_spec.drafters.host.constants import SOURCES
 from rollout_spec.drafters.host.index import WINDOW, DrafterSettings, Index, append_batch, remove_document
@@ -47,6 +47,7 @@ from rollout_spec.drafters.host.store import (
 )
 from rollout_spec.drafters.host.voting import Calibration, new_scratch
 from rollout_spec.features.format import SIGNATURE_BITS, Features, check_features, decoded_probabilities, no_features
+from rollout_spec.history.problems import problem_of_prompt
 from rollout_spec.history.rollout import Rollout
 from rollout_spec.jit.compiler import by_reference
 from rollout_spec.types import Draft, Int32Array

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from rollout_spec.checks import first_line, shown
-from rollout_spec.drafters.base import problem_of_prompt
-from rollout_spec.history.problems import root_of_prompt
+from rollout_spec.history.problems import problem_of_prompt, root_of_prompt
 from rollout_spec.history.rollout import CONTEXT_TOKENS, FIRST_TIME, Rollout
 from rollout_spec.types import Int32Array
 

@@ -12,6 +12,7 @@ never a wrong token.
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.history.rollout import Root
 from rollout_spec.noise.host import derive_seed
 from rollout_spec.types import Int32Array
@@ -183,6 +183,12 @@ class Problems:
                 del self._heads[old.head]
             if old.is_root and self._roots.get(old.problem_id) is old:
                 del self._roots[old.problem_id]
+
+
+def problem_of_prompt(prompt_token_ids: Sequence[int] | NDArray[np.integer]) -> int:
+    """The problem id of requests that name none: a hash of the prompt, in [0, 2**64)."""
+    digest = hashlib.blake2b(np.asarray(prompt_token_ids, np.int32).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def root_of_prompt(prompt_token_ids: Int32Array) -> Root:

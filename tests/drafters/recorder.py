@@ -9,7 +9,6 @@ import numba
 import numpy as np
 from hypothesis import settings
 
-from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.drafters.host import ngram, step, suffix
 from rollout_spec.drafters.host.constants import ENOUGH_CANDIDATES, MAX_CANDIDATES, MAX_DEPTH
 from rollout_spec.drafters.host.drafter import HistoryDrafter
@@ -19,6 +18,7 @@ from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.drafters.host.store import DOCUMENT, LENGTH, PAGE_BITS, PAGE_MASK, PAGE_TOKENS, START, TextStore
 from rollout_spec.drafters.host.suffix import MAX_VISITS
 from rollout_spec.features.format import SIGNATURE_WORDS, TOP_TOKENS, Features, pack
+from rollout_spec.history.problems import problem_of_prompt
 from rollout_spec.history.rollout import Rollout
 from rollout_spec.types import Draft
 from tests import naive

@@ -15,9 +15,8 @@ pytest.importorskip("pyarrow")
 import pyarrow
 import pyarrow.parquet as parquet
 
-from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.history.logs import read
-from rollout_spec.history.problems import Problems
+from rollout_spec.history.problems import Problems, problem_of_prompt
 from rollout_spec.history.rollout import CONTEXT_TOKENS, FIRST_TIME
 
 

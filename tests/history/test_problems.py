@@ -7,9 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.history import problems as module
-from rollout_spec.history.problems import MAX_LONGER, MIN_LONGER, MIN_TEXTS, MIN_TOKENS, SLACK, Problems, root_of_prompt
+from rollout_spec.history.problems import (
+    MAX_LONGER,
+    MIN_LONGER,
+    MIN_TEXTS,
+    MIN_TOKENS,
+    SLACK,
+    Problems,
+    problem_of_prompt,
+    root_of_prompt,
+)
 from rollout_spec.history.rollout import Root
 
 

@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 
 from vllm import SamplingParams
 
-from rollout_spec.drafters.base import problem_of_prompt
+from rollout_spec.history.problems import problem_of_prompt
 from tests.history.made_up import rollouts_in
 from tests.integrations.engines import (
     DEVICE,

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.drafters.device import drafter as device
 from rollout_spec.drafters.device import kernels
 from rollout_spec.drafters.device.archive import Ranges
@@ -21,6 +20,7 @@ from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
 from rollout_spec.drafters.host import constants
 from rollout_spec.drafters.host.drafter import HistoryDrafter
 from rollout_spec.features.format import FEATURE_WORDS, no_features
+from rollout_spec.history.problems import problem_of_prompt
 from rollout_spec.history.rollout import Rollout
 from tests.drafters.device.reference import Document, ReferenceDrafter, find_matches
 from tests.drafters.recorder import random_features

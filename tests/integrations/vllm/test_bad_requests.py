@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 
 from rollout_spec import RolloutSpecConfig
-from rollout_spec.drafters.base import problem_of_prompt
+from rollout_spec.history.problems import problem_of_prompt
 from rollout_spec.integrations.vllm.requests import FrontEnd, RequestOptions, request_options, without_history
 from tests.integrations.engines import build, generate, mixed_params, session_of, stats_of, verify_all
 
