@@ -315,7 +315,7 @@ def init_runner(original: Callable[..., None], self: Any, vllm_config: Any, *arg
     if config is None:
         return
     check_environment(config)
-    from rollout_spec.jit.warm_up import warm_up
+    from rollout_spec.integrations.vllm.warm_up import warm_up
 
     warm_up(config, device=self.device, log=say)
     if vllm_config.use_v2_model_runner:

@@ -14,7 +14,7 @@ from rollout_spec.integrations.vllm.config import say
 from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank, is_true_on_any_rank
 from rollout_spec.integrations.vllm.session import Session
 from rollout_spec.integrations.vllm.step_clock import StepClock
-from rollout_spec.jit.warm_up import warm_up_kernels
+from rollout_spec.integrations.vllm.warm_up import warm_up_kernels
 from rollout_spec.stats import SpeculationStats
 
 

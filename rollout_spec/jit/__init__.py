@@ -1,1 +1,1 @@
-"""Compiling functions of ours with numba: the decorators, the cache of machine code, and warming up."""
+"""Compiling functions of ours with numba: the decorators and the cache of machine code."""

@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from rollout_spec import RolloutSpecConfig
 from rollout_spec.drafters.device.drafter import DeviceDrafter
 from rollout_spec.drafters.model.choice import DeviceChoice
-from rollout_spec.jit.warm_up import warm_up_kernels
+from rollout_spec.integrations.vllm.warm_up import warm_up_kernels
 from tests.emulation import run_kernels
 
 RECORDED = Path(__file__).with_name("resources.json")

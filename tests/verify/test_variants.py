@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from rollout_spec import RolloutSpecConfig
-from rollout_spec.jit.warm_up import warm_up_kernels
+from rollout_spec.integrations.vllm.warm_up import warm_up_kernels
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel
 from tests.launches import recorded_variants

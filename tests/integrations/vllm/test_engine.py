@@ -14,9 +14,8 @@ from vllm import SamplingParams
 
 from rollout_spec import engine_kwargs
 from rollout_spec.config import PROPOSER_PATH, RolloutSpecConfig
-from rollout_spec.integrations.vllm import runner_v1
+from rollout_spec.integrations.vllm import runner_v1, warm_up
 from rollout_spec.integrations.vllm.config import check_engine
-from rollout_spec.jit import warm_up
 from rollout_spec.noise import host as noise
 from tests.distributions import matches_distribution
 from tests.integrations.engines import build, generate, verify_all
@@ -83,7 +82,7 @@ def test_samples_follow_the_target(request, reference_model, name, parameters):
 
 
 def test_everything_is_compiled_while_the_engine_is_built(tiny_model, monkeypatch):
-    """The first generation would wait for it, without a word. `tests/jit` shows that it compiles everything."""
+    """The first generation would wait for it, without a word. `test_warm_up.py` shows that it compiles everything."""
     calls, original = [], warm_up.warm_up
 
     def spy(config, *, device, log):

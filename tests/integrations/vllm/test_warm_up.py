@@ -14,10 +14,10 @@ import torch
 from numba.core.registry import CPUDispatcher
 
 from rollout_spec import RolloutSpecConfig
-from rollout_spec.jit.warm_up import warm_up
+from rollout_spec.integrations.vllm.warm_up import warm_up
 from tests.conftest import environment_for_a_process
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 CONFIGS = {
     "history": {"drafter": "history"},
@@ -99,7 +99,7 @@ def test_after_it_a_session_compiles_nothing():
     code = f"""
 import os, traceback
 import rollout_spec.loop, rollout_spec.integrations.vllm.session
-from tests.jit import test_warm_up
+from tests.integrations.vllm import test_warm_up
 failed = []
 for name in {list(CONFIGS)}:
     child = os.fork()
@@ -125,7 +125,7 @@ from torch._dynamo.utils import counters
 from vllm import SamplingParams
 from rollout_spec import engine_kwargs
 from tests.integrations.engines import build
-from tests.jit.test_warm_up import our_dispatchers
+from tests.integrations.vllm.test_warm_up import our_dispatchers
 llm = build(sys.argv[1], **engine_kwargs(num_speculative_tokens=4))
 compiled = lambda: (counters["stats"]["unique_graphs"], sum(len(d.signatures) for d in our_dispatchers()))
 gc.unfreeze()  # what vLLM has frozen is not found
