@@ -50,7 +50,7 @@ from rollout_spec.estimate.costs import (
 )
 from rollout_spec.estimate.phases import Adaptive, Policy, k_by_requests, simulate, sum_up
 from rollout_spec.estimate.recorded import Rollout, add_rollout, by_problem
-from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
+from rollout_spec.measured_schedule import MeasuredSchedule
 
 K = 8
 BATCHES = (1, 16, 64, 512)

@@ -19,7 +19,7 @@ import torch
 from rollout_spec.integrations.vllm.config import OUR_SCHEDULE, say, shown_ranges
 from rollout_spec.integrations.vllm.host_time import HostTime
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
-from rollout_spec.integrations.vllm.step_sizes import MEASURED_CONTEXT, MOST_CUT_REQUESTS, ranges_of
+from rollout_spec.step_sizes import MEASURED_CONTEXT, MOST_CUT_REQUESTS, ranges_of
 
 
 def with_adaptive_verification(runner: Any, initialize: Callable[[], Any]) -> Any:

@@ -13,8 +13,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from rollout_spec import step_sizes
 from rollout_spec.config import RolloutSpecConfig
-from rollout_spec.integrations.vllm import compat, step_sizes
+from rollout_spec.integrations.vllm import compat, graphs
 from rollout_spec.integrations.vllm.config import (
     MARK,
     MODELS,
@@ -37,9 +38,9 @@ from rollout_spec.integrations.vllm.config import (
     settle,
     share_of_experts,
 )
-from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
 from rollout_spec.integrations.vllm.ranks import end_if_unheard
 from rollout_spec.integrations.vllm.requests import FrontEnd
+from rollout_spec.measured_schedule import MeasuredSchedule
 
 ASYNC_METHOD = "ngram_gpu"
 """vLLM's one method without a model that keeps scheduling asynchronous. In V2 our device drafter runs under it."""
@@ -113,7 +114,7 @@ def set_cudagraph_sizes(original: Callable[..., None], self: Any) -> None:
     if config is None or not config.speculation:
         original(self)
         return
-    remark = step_sizes.add_graphs(self, functools.partial(original, self))
+    remark = graphs.add_graphs(self, functools.partial(original, self))
     if remark is not None:
         say(remark)
 
@@ -398,5 +399,5 @@ def initialize_kv_cache_v2(original: Callable[..., Any], self: Any, *args: Any, 
     from rollout_spec.integrations.vllm.adaptive import with_adaptive_verification
 
     result = with_adaptive_verification(self, initialize)
-    step_sizes.choose_graphs(self)
+    graphs.choose_graphs(self)
     return result

@@ -15,28 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from rollout_spec.step_sizes import known_costs
 
 STEPS = 16
 """The host's time is the median of this many steps, so that prompts and ending requests do not count."""
-SHARE = 0.9
-"""Steps are filled up to this share of the host's time. The device then still finishes first, which is how the host's
-time is measured."""
-
-
-def known_costs(
-    on_device: NDArray[np.float64], host: float, num_tokens: NDArray[np.int64], largest_graph: int
-) -> NDArray[np.float64]:
-    """What steps count as: up to `largest_graph` tokens the longer of both times, above it their sum.
-
-    Args:
-        on_device: float64 [N], what steps take the device.
-        host: What a step takes the host, in the same unit; SHARE of it counts.
-        num_tokens: int64 [N], the steps' tokens.
-        largest_graph: Most tokens of a CUDA graph. The host launches the kernels of larger steps one after another.
-    """
-    filled = SHARE * host
-    return np.where(num_tokens > largest_graph, on_device + filled, np.maximum(on_device, filled))
 
 
 class HostTime:

@@ -39,7 +39,7 @@ from rollout_spec.estimate.phases import Adaptive, Phase, Policy, k_by_requests,
 from rollout_spec.estimate.recorded import Rollout, add_rollout, by_problem, read_rollouts, without_copies
 from rollout_spec.history.command import load_tokenizer
 from rollout_spec.imports import install
-from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
+from rollout_spec.measured_schedule import MeasuredSchedule
 
 Ints = NDArray[np.int64]
 WORTH_IT = 1.1

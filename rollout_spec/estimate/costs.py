@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.checks import integer, number
-from rollout_spec.integrations.vllm.host_time import known_costs
-from rollout_spec.integrations.vllm.step_sizes import LARGEST_CUT, MEASURED_CONTEXT
+from rollout_spec.step_sizes import LARGEST_CUT, LARGEST_GRAPH, MEASURED_CONTEXT, known_costs
 
 Floats = NDArray[np.float64]
 
@@ -53,10 +52,6 @@ KERNELS_PER_LAYER, KERNEL = 10, 1.5e-6
 """Kernels of a layer, and what each begins and ends with inside a CUDA graph: estimates."""
 LAUNCH = 7e-6
 """Launching one kernel, estimated by reading: 0.6 ms for the 87 kernels that we once added to a step."""
-LARGEST_GRAPH = 2048
-"""`LARGEST` of integrations/vllm/step_sizes.py. vLLM's own is 512, beyond which an engine without speculation never
-gets here. Kernels of larger steps are launched one by one, while the device computes. Where vLLM cuts drafts, graphs
-end at `LARGEST_CUT`, but launching those steps' kernels takes less time than the device computes."""
 
 # Ours on the device, as replayed from CUDA graphs on an H100 (bench_verify.jsonl, bench_device.jsonl).
 SAMPLE, SCAN_ROW = 80e-6, 0.31e-6
@@ -231,6 +226,8 @@ def step_cost(shape: Shape, gpu: str, *, drafts: bool, context: float = CONTEXT)
     device = np.power(weights**SHARPNESS + (per_token * TOKENS) ** SHARPNESS, 1 / SHARPNESS)
     device += shape.layers * KERNELS_PER_LAYER * KERNEL
     device = np.maximum.accumulate(device * np.interp(TOKENS, MEASURED_TOKENS, share))
+    # An engine without speculation, whose graphs end at 512 tokens, never gets beyond them. Where vLLM cuts drafts they
+    # end at `LARGEST_CUT`, but launching those steps' kernels takes less time than the device computes.
     launches = np.where(TOKENS > LARGEST_GRAPH, KERNELS_PER_LAYER * shape.layers * LAUNCH, 0.0)
     return EngineCost(
         TOKENS,

@@ -16,14 +16,9 @@ from rollout_spec.budget import Budget
 from rollout_spec.drafters.base import Drafter
 from rollout_spec.estimate.costs import EngineCost, Floats, MeasuredCost
 from rollout_spec.estimate.recorded import RecordedTarget, Rollout
-from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
-from rollout_spec.integrations.vllm.step_sizes import (
-    CHEAP_TOKENS,
-    CHEAP_TOKENS_A100,
-    MOST_CUT_REQUESTS,
-    affordable_ranges,
-)
 from rollout_spec.loop import Decoder
+from rollout_spec.measured_schedule import MeasuredSchedule
+from rollout_spec.step_sizes import CHEAP_TOKENS, CHEAP_TOKENS_A100, MOST_CUT_REQUESTS, affordable_ranges
 from rollout_spec.types import Drafts
 
 

@@ -12,7 +12,7 @@ from rollout_spec.drafters import build_drafter
 from rollout_spec.estimate.costs import EngineCost
 from rollout_spec.estimate.phases import simulate, sum_up
 from rollout_spec.estimate.recorded import Rollout
-from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
+from rollout_spec.measured_schedule import MeasuredSchedule
 
 FLAT = EngineCost(np.array([1.0, 2.0]), np.array([1.0, 1.0]))
 STEEP = EngineCost(np.array([1.0, 2.0]), np.array([1.0, 2.0]))

@@ -17,7 +17,7 @@ from rollout_spec.budget import Budget
 from rollout_spec.drafters.registry import HISTORY_DRAFTER
 from rollout_spec.features.format import SIGNATURE_BITS, TOP_TOKENS, decoded_probabilities, unpack
 from rollout_spec.features.torch import pack_signatures
-from rollout_spec.integrations.vllm.measured_schedule import _Size
+from rollout_spec.measured_schedule import _Size
 from rollout_spec.noise import host as noise
 from tests.conftest import VOCAB_SIZE
 from tests.drafters.recorder import positions_of

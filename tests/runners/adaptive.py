@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from rollout_spec.integrations.vllm import adaptive
-from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
+from rollout_spec.measured_schedule import MeasuredSchedule
 
 
 @contextmanager

@@ -13,13 +13,13 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
-from rollout_spec import engine_kwargs
+from rollout_spec import engine_kwargs, step_sizes
 from rollout_spec.config import PROPOSER_PATH
 from rollout_spec.drafters.device import kernels
-from rollout_spec.integrations.vllm import adaptive, step_sizes
+from rollout_spec.integrations.vllm import adaptive
 from rollout_spec.integrations.vllm.config import OUR_SCHEDULE
 from rollout_spec.integrations.vllm.host_time import HostTime
-from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
+from rollout_spec.measured_schedule import MeasuredSchedule
 from rollout_spec.verify import kernel
 from tests.integrations.engines import (
     DEVICE,

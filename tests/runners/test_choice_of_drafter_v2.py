@@ -16,10 +16,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.executor import UniProcExecutor
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from rollout_spec import engine_kwargs
+from rollout_spec import engine_kwargs, step_sizes
 from rollout_spec.config import PROPOSER_PATH
 from rollout_spec.integrations.vllm import config as engine_config
-from rollout_spec.integrations.vllm import hooks, step_sizes
+from rollout_spec.integrations.vllm import graphs, hooks
 from rollout_spec.integrations.vllm.config import check_engine, config_of
 
 
@@ -196,8 +196,8 @@ def test_steps_with_drafts_are_affordable(k, max_num_seqs, share):
     most = step_sizes.CHEAP_TOKENS * max(1, 0.5 / share)
     counts = [n for n in (127, 63, 31, 15, 7, 3, 1) if n <= k]
     assert of_batch[1:] == [next((n for n in counts if size * (n + 1) <= most), 0) for size in sizes]
-    assert step_sizes.most_tokens(max_num_seqs, ranges) == max(tokens)
-    assert step_sizes.most_tokens(max_num_seqs, [(1, 1, k)]) == max_num_seqs * (k + 1)
+    assert graphs.most_tokens(max_num_seqs, ranges) == max(tokens)
+    assert graphs.most_tokens(max_num_seqs, [(1, 1, k)]) == max_num_seqs * (k + 1)
 
 
 @pytest.mark.parametrize(

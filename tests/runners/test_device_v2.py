@@ -12,7 +12,7 @@ from rollout_spec import engine_kwargs
 from rollout_spec.config import PROPOSER_PATH
 from rollout_spec.drafters.device import kernels
 from rollout_spec.drafters.device.drafter import DeviceDrafter
-from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
+from rollout_spec.measured_schedule import MeasuredSchedule
 from tests.integrations.engines import (
     DEVICE,
     FEW_BLOCKS,

@@ -11,9 +11,9 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu import cudagraph_utils
 
-from rollout_spec import engine_kwargs
-from rollout_spec.integrations.vllm import adaptive, hooks, step_sizes
-from tests.integrations.vllm.test_step_sizes import config_as_on_a_gpu
+from rollout_spec import engine_kwargs, step_sizes
+from rollout_spec.integrations.vllm import adaptive, hooks
+from tests.integrations.vllm.test_graphs import config_as_on_a_gpu
 
 
 class Builder:

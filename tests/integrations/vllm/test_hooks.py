@@ -8,8 +8,9 @@ import pytest
 
 from rollout_spec import engine_kwargs
 from rollout_spec.integrations.vllm import config, plugin
-from rollout_spec.integrations.vllm.config import config_of
-from rollout_spec.integrations.vllm.hooks import collective_rpc
+from rollout_spec.integrations.vllm.config import OUR_SCHEDULE, config_of
+from rollout_spec.integrations.vllm.hooks import collective_rpc, init_scheduler
+from rollout_spec.measured_schedule import MeasuredSchedule
 from tests.integrations.engines import build
 
 NOISE_ONLY = engine_kwargs(speculation=False)["additional_config"]
@@ -79,3 +80,27 @@ def test_an_engine_may_choose_its_own_length(tiny_model, options):
     """Where the cache is too small for the model's, vLLM tells the workers before it makes the scheduler."""
     llm = build(tiny_model, max_model_len=-1, num_gpu_blocks_override=3, **options)
     assert llm.llm_engine.vllm_config.model_config.max_model_len < 512, "the model's"
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_measured"),
+    [
+        ({}, True),
+        ({"tensor_parallel_size": 2}, True),
+        ({"distributed_executor_backend": "external_launcher"}, True),
+        ({"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2}, False),
+        ({"async_scheduling": False}, False),
+        ({OUR_SCHEDULE: None}, False),
+    ],
+)
+def test_where_k_may_follow_from_times(changed, is_measured):
+    """Of two schedulers of one model, each with its clock, both must choose alike."""
+    options = {"tensor_parallel_size": 1, "distributed_executor_backend": "mp", "async_scheduling": True, **changed}
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**options),
+        scheduler_config=SimpleNamespace(**options),
+        speculative_config=SimpleNamespace(**({} if OUR_SCHEDULE in changed else {OUR_SCHEDULE: True})),
+    )
+    scheduler = SimpleNamespace(vllm_config=config)
+    init_scheduler(lambda self: setattr(self, "dynamic_sd_lookup", [7, 0]), scheduler)
+    assert isinstance(scheduler.dynamic_sd_lookup, MeasuredSchedule) == is_measured

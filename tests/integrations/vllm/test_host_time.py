@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from rollout_spec.integrations.vllm import host_time
-from rollout_spec.integrations.vllm.host_time import SHARE, STEPS, HostTime
+from rollout_spec.integrations.vllm.host_time import STEPS, HostTime
+from rollout_spec.step_sizes import HOST_SHARE, known_costs
 
 GRAPHS = 32
 """Tokens of the largest CUDA graph."""
@@ -121,7 +122,7 @@ def test_drafts_fill_the_host_s_time(clock):
     assert timing.launched == STEPS + 1
     num_tokens = decide(manager)
     assert host.milliseconds == pytest.approx(20.0)
-    assert num_tokens + 2.0 == SHARE * 20.0, "as many as the device verifies while the host takes its time"
+    assert num_tokens + 2.0 == HOST_SHARE * 20.0, "as many as the device verifies while the host takes its time"
     assert manager.cost_tables is manager.tables
 
 
@@ -155,9 +156,9 @@ def test_steps_beyond_the_graphs_take_the_host_s_time_as_well(clock):
     run(manager, timing, clock, 100.0, waits=True)
     decide(manager)
     on_device = np.arange(65.0)
-    costs = host_time.known_costs(on_device, host.milliseconds, np.arange(65), GRAPHS)
-    assert costs[: GRAPHS + 1] == pytest.approx(SHARE * 100.0)
-    assert costs[GRAPHS + 1 :] == pytest.approx(on_device[GRAPHS + 1 :] + SHARE * 100.0)
+    costs = known_costs(on_device, host.milliseconds, np.arange(65), GRAPHS)
+    assert costs[: GRAPHS + 1] == pytest.approx(HOST_SHARE * 100.0)
+    assert costs[GRAPHS + 1 :] == pytest.approx(on_device[GRAPHS + 1 :] + HOST_SHARE * 100.0)
 
 
 def test_ranks_follow_the_first_one_which_is_asked_seldom(clock):

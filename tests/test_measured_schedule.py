@@ -7,11 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm")
-
-from rollout_spec.integrations.vllm import hooks, measured_schedule
-from rollout_spec.integrations.vllm.config import OUR_SCHEDULE
-from rollout_spec.integrations.vllm.measured_schedule import MeasuredSchedule
+from rollout_spec import measured_schedule
+from rollout_spec.measured_schedule import MeasuredSchedule
 
 MOST = [7] * 25 + [3] * 24 + [1] * 48 + [0] * 32
 
@@ -238,27 +235,3 @@ def test_times_of_long_ago_and_a_slow_step_are_not_held_against_a_k(slow):
     assert np.mean(np.array(chosen[100:300]) == 7) > 0.9
     assert np.mean(np.array(chosen[500:800]) == 0) > 0.9
     assert np.mean(np.array(chosen[2100:]) == 7) > 0.85
-
-
-@pytest.mark.parametrize(
-    ("changed", "is_measured"),
-    [
-        ({}, True),
-        ({"tensor_parallel_size": 2}, True),
-        ({"distributed_executor_backend": "external_launcher"}, True),
-        ({"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2}, False),
-        ({"async_scheduling": False}, False),
-        ({OUR_SCHEDULE: None}, False),
-    ],
-)
-def test_where_k_may_follow_from_times(changed, is_measured):
-    """Of two schedulers of one model, each with its clock, both must choose alike."""
-    options = {"tensor_parallel_size": 1, "distributed_executor_backend": "mp", "async_scheduling": True, **changed}
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(**options),
-        scheduler_config=SimpleNamespace(**options),
-        speculative_config=SimpleNamespace(**({} if OUR_SCHEDULE in changed else {OUR_SCHEDULE: True})),
-    )
-    scheduler = SimpleNamespace(vllm_config=config)
-    hooks.init_scheduler(lambda self: setattr(self, "dynamic_sd_lookup", MOST), scheduler)
-    assert isinstance(scheduler.dynamic_sd_lookup, MeasuredSchedule) == is_measured

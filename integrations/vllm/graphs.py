@@ -1,4 +1,4 @@
-"""How many tokens an engine's steps may have: up to K drafted ones and one more for every request.
+"""CUDA graphs for steps with drafts: up to K drafted tokens and one more for every request.
 
 vLLM captures CUDA graphs for steps of up to 512 tokens (1,024 on Blackwell), which suffices without speculation. With
 K = 8 that is 56 requests. The kernels of a larger step are launched one by one, which takes time that the drafts were
@@ -14,25 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollout_spec.integrations.vllm.config import OUR_SCHEDULE, is_a100
+from rollout_spec.step_sizes import LARGEST_CUT, LARGEST_GRAPH, MOST_CUT_REQUESTS
 
-LARGEST = 2048
-"""Larger steps keep a GPU busy for longer than launching their kernels takes, and their graphs would need memory."""
-CHEAP_TOKENS, CHEAP_TOKENS_A100 = 192, 144
-"""Verifying this many tokens takes about as long as reading the weights, at short contexts: see `modes_simulated.jsonl`
-in experiments/results/README.md."""
-EXPERTS_WEIGHTS = 0.5
-"""Where a token uses one expert in 16, a step computes 16 EXPERTS_WEIGHTS times as many tokens while it reads the
-weights: an estimate, and a cautious one, as the layers besides the experts make it 0.57 to 0.9 in today's models."""
-MEASURED_CONTEXT = 512
-"""Tokens of context of each token in the steps that vLLM measures for its adaptive verification. With 256 to 1,024 of
-them, a step of more requests took on an A100 what verifying as many draft tokens took (experiments/results/README.md).
-"""
-LARGEST_CUT = 1024
-"""Tokens of the largest CUDA graph for steps whose drafts vLLM cuts. With 256 requests and a small model, verifying so
-many takes a GPU less time than the host needs for the step."""
-MOST_CUT_REQUESTS = 512
-"""Most requests of a step whose drafts vLLM cuts: an estimate. With more, sorting confidences on the host would take
-milliseconds."""
 SIZES_PER_DOUBLING = 8
 """Above vLLM's own sizes, so that at most about an eighth of a step is padding; 17 more sizes at most."""
 
@@ -47,7 +30,7 @@ def larger_sizes(usual_largest: int, most_tokens: int, width: int) -> list[int]:
         most_tokens: Of a step.
         width: Tokens of a request with a whole draft.
     """
-    largest = min(most_tokens, LARGEST) // width * width
+    largest = min(most_tokens, LARGEST_GRAPH) // width * width
     sizes: set[int] = set()
     first = usual_largest
     while first < largest:
@@ -55,57 +38,6 @@ def larger_sizes(usual_largest: int, most_tokens: int, width: int) -> list[int]:
         first *= 2
     rounded = {-(-size // width) * width for size in sizes}
     return sorted(size for size in {*rounded, largest} if usual_largest < size <= largest)
-
-
-def affordable_ranges(
-    num_speculative_tokens: int, max_tokens: int = CHEAP_TOKENS, share_of_experts: float = 1.0
-) -> list[tuple[int, int, int]]:
-    """K by the number of requests: the largest of 1, 3, 7, ... with which a step has at most `max_tokens`, or 0.
-
-    Requests of a step then have 2, 4, 8, … tokens each, which divide the numbers of tokens that vLLM captures CUDA
-    graphs for, so that steps are padded little.
-
-    A token of a mixture of experts uses few of its weights, so reading takes longer than computing up to more tokens.
-
-    Args:
-        max_tokens: Of a step of a dense model.
-        share_of_experts: How many of them a token uses, of all; 1 for a dense model.
-
-    Returns:
-        (first, last, K) of ranges of requests, rising, as vLLM takes them; K of the last one is 0.
-    """
-    if share_of_experts < 1:
-        max_tokens = int(max_tokens * max(1.0, EXPERTS_WEIGHTS / share_of_experts))
-    ks = [(1 << bits) - 1 for bits in range((num_speculative_tokens + 1).bit_length() - 1, 0, -1)]
-    return ranges_of(ks, max_tokens)
-
-
-def ranges_of(ks: Sequence[int], max_tokens: int, most_requests: int = 1 << 31) -> list[tuple[int, int, int]]:
-    """The largest K with which a step has at most `max_tokens` tokens, by the number of requests.
-
-    Args:
-        ks: Falling.
-        most_requests: With more of them K is 0.
-
-    Returns:
-        As `affordable_ranges`.
-    """
-    ranges, first = [], 1
-    for k in ks:
-        last = min(max_tokens // (k + 1), most_requests)
-        if last >= first:
-            ranges.append((first, last, k))
-            first = last + 1
-    return [*ranges, (first, first, 0)]
-
-
-def one_k(ranges: Sequence[tuple[int, int, int]], max_num_seqs: int) -> int:
-    """The K of these ranges that pays over a whole rollout phase, at least 1, where it must be the same in each step.
-
-    By simulation (`experiments/costs/simulate_modes.py`, policy `constant`) that is the one for half as many requests
-    as can run, as fewer and fewer are left.
-    """
-    return max(1, next(k for first, _, k in reversed(ranges) if first <= max(max_num_seqs // 2, 1)))
 
 
 def most_tokens(max_num_seqs: int, ranges: Sequence[tuple[int, int, int]]) -> int:
