@@ -68,7 +68,6 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
         ("| requests | epoch ", [row for row in engines if row["epochs"] > 1], ("speedup", "interval")),
         ("| requests, real model ", read("bench_engines", policy="real-policy"), ("speedup", "interval")),
         ("| set | ", drafts, ("tokens_per_step", "drafted_per_step")),
-        ("| Engines | alone ", [row for row in read("bench_shared_history") if "engines" in row], ("tokens_per_step",)),
         ("| rollouts | words ", features, ("tokens_per_step", "gains")),
     ):
         yield start, rows, fields(rows, *names)
