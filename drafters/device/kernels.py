@@ -575,6 +575,14 @@ def _cell(coupled, expected, longest):
 
 
 @triton.jit
+def _source(alive, agrees, weight, source):
+    """Where a drafted token comes from; see `step.source_of`."""
+    has_origin = agrees | (alive & (tl.sum(agrees.to(tl.int32)) == 0))
+    heaviest = tl.argmax(tl.where(has_origin, weight, -1.0), 0)
+    return tl.sum(tl.where(tl.arange(0, MAX_CANDIDATES) == heaviest, source, 0))
+
+
+@triton.jit
 def _draft_kernel(
     slots_ptr,  # int32 [B]
     keys_ptr,  # int64 [B, splits, MAX_CANDIDATES]
@@ -644,13 +652,10 @@ def _draft_kernel(
         chosen, expected = _choose(choices, mass, is_choice, num_tokens, no_choice, coupled, seed, at, NUM_CHOICES)
 
         agrees = alive & (token == chosen)
-        # Where it was remembered, but another one was said, it is the heaviest candidate's of all.
-        has_origin = agrees | (alive & (tl.sum(agrees.to(tl.int32)) == 0))
-        heaviest = tl.argmax(tl.where(has_origin, weight, -1.0), 0)
         longest = tl.max(tl.where(alive, length, 0))
         cell = _cell(coupled, expected, longest)
         tl.store(drafted_ptr + slot * K + num, chosen)
-        tl.store(cells_ptr + slot * K + num, cell * NUM_SOURCES + tl.sum(tl.where(lane == heaviest, source, 0)))
+        tl.store(cells_ptr + slot * K + num, cell * NUM_SOURCES + _source(alive, agrees, weight, source))
         tl.store(output_ptr + row * K + num, chosen.to(tl.int64))
         tl.store(rates_ptr + row * K + num, _rate(counts_ptr, cell, expected))
 

@@ -285,6 +285,23 @@ def propose(requests, history, rows, room, scratch):
 
 
 @njit(allocates=False)
+def source_of(store, token, is_of_pool, count, positions, weights, sources):
+    """Where a drafted token comes from, for reports: from the heaviest candidate that said it.
+
+    If none did, it was remembered, and comes from the heaviest of all; or from the lookahead pool.
+    """
+    heaviest, origin = -1.0, -1
+    for j in range(count):
+        if store.tokens[positions[j]] == token and weights[j] > heaviest:
+            heaviest, origin = weights[j], j
+    if heaviest < 0.0 and not is_of_pool:
+        for j in range(count):
+            if weights[j] > heaviest:
+                heaviest, origin = weights[j], j
+    return sources[origin] if origin >= 0 else LOOKAHEAD
+
+
+@njit(allocates=False)
 def _propose(requests, history, rows, room, scratch):
     store, settings, calibration = history.store, history.settings, history.calibration
     out = requests.history
@@ -331,16 +348,9 @@ def _propose(requests, history, rows, room, scratch):
                 best, _ = choose(num_found, mass, noise, False)
                 expected = 1.0 - left if coupled else mass[best]
             token = found[best]
-            heaviest, origin = -1.0, -1
-            for j in range(count):
-                if store.tokens[positions[j]] == token and weights[j] > heaviest:
-                    heaviest, origin = weights[j], j
-            if heaviest < 0.0 and token != guess:  # no candidate said it: it was remembered
-                for j in range(count):
-                    if weights[j] > heaviest:
-                        heaviest, origin = weights[j], j
             cell = cell_of(coupled, expected, longest)
-            out.cells[row, depth, 0], out.cells[row, depth, 1] = cell, sources[origin] if origin >= 0 else LOOKAHEAD
+            out.cells[row, depth, 0] = cell
+            out.cells[row, depth, 1] = source_of(store, token, token == guess, count, positions, weights, sources)
             survival *= rate(calibration.counts[cell], expected)
             if survival < settings.min_survival and depth > 0:  # a first token keeps its cell up to date
                 break

@@ -100,7 +100,7 @@ class DeviceSpeculator(Session, BaseSpeculator):
         self._runner = runner
 
     def close(self) -> None:
-        """See `Session`. Waits for the device."""
+        """Waits for the device."""
         if self.engine_history is not None:
             try:
                 self.finish_requests(list(self.live), ())  # the last step may have ended some
@@ -108,11 +108,11 @@ class DeviceSpeculator(Session, BaseSpeculator):
                 super().close()
 
     def num_live_requests(self) -> int:
-        """See `Session`; preempted ones are not counted."""
+        """Preempted ones are not counted."""
         return len(self.live)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Part of vLLM's interface; our three kernel launches need no graph."""
+        """Nothing to do: our three kernel launches need no graph."""
 
     def capture(self) -> None:
         """Called before vLLM measures what steps cost. Our three kernel launches need no graph."""
@@ -120,7 +120,6 @@ class DeviceSpeculator(Session, BaseSpeculator):
             prepare_to_measure(self._runner, self._index_dtype, self._is_wanted)
 
     def start_requests(self, requests: Iterable[Any]) -> None:
-        """See `Session`."""
         requests = list(requests)
         for request in requests:
             if request.req_id in self.live:  # a streaming session goes on with a longer prompt
@@ -136,7 +135,7 @@ class DeviceSpeculator(Session, BaseSpeculator):
             self.drafter.start_request(req_idx, prompt, problem_id=problem_id, own_only=own_only)
 
     def finish_requests(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
-        """See `Session`. Called before the runner frees their slots."""
+        """Called before the runner frees their slots."""
         ended = []
         for req_id in sorted(finished):  # all ranks in the same order
             live = self.live.pop(req_id, None)

@@ -152,7 +152,7 @@ class ModelSpeculator:
         return tokens
 
     def observe_verification(self, *args: Any) -> None:
-        """Part of vLLM's interface, for its estimates of acceptance; ours are kept by `_choice`."""
+        """Nothing to do: `_choice` keeps our estimates of acceptance."""
 
     def propose(
         self,

@@ -106,7 +106,7 @@ class RunnerAdapterV1(RunnerAdapter):
         refuse_own_processors(processors)
 
     def compile_kernels(self) -> None:
-        """See `RunnerAdapter`. On CPUs the verifier has no kernels."""
+        """On CPUs the verifier has no kernels."""
         if self._runner.device.type == "cuda":
             super().compile_kernels()
         self._compile_ranks()
@@ -123,13 +123,12 @@ class RunnerAdapterV1(RunnerAdapter):
             say(f"rollout_spec: torch compiled vLLM's ranks of tokens in {seconds:.0f} s")
 
     def on_forward(self) -> None:
-        """See `RunnerAdapter`. Keeps the step's hidden states."""
+        """Keeps the step's hidden states."""
         super().on_forward()
         state = self._runner.execute_model_state
         self._hidden = None if state is None else state.sample_hidden_states
 
     def begin_step(self, scheduled: Any) -> None:
-        """See `RunnerAdapter`."""
         super().begin_step(scheduled)
         for request in scheduled.scheduled_new_reqs:
             params = request.sampling_params
@@ -259,7 +258,7 @@ class RunnerAdapterV1(RunnerAdapter):
         return keep_broken(processed, logits)
 
     def finish_counting(self) -> Verification | None:
-        """See `RunnerAdapter`.
+        """Count, and say what the drafter should know.
 
         Returns:
             What the drafter should know of it; None if it has been counted, or if the drafter is switched off.
@@ -401,10 +400,10 @@ class RolloutSpecProposer:
     adapter: RunnerAdapterV1 | None = None
 
     def __init__(self, vllm_config: Any) -> None:
-        """Part of vLLM's interface."""
+        """There is nothing to load: `RunnerAdapterV1` has the drafter."""
 
     def load_model(self, model: Any) -> None:
-        """Part of vLLM's interface; there is no model.
+        """Check that the plugin has given this its adapter.
 
         Raises:
             RuntimeError: the plugin is not loaded in this process.
@@ -416,7 +415,7 @@ class RolloutSpecProposer:
             )
 
     def propose(self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
-        """See `RunnerAdapterV1.draft`.
+        """Draft, list by row.
 
         Args:
             sampled_token_ids: Per row, the tokens sampled in this step; empty for rows that are not drafted for.

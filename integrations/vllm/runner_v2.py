@@ -69,11 +69,10 @@ class RunnerAdapterV2(RunnerAdapter):
         super().__init__(runner, config, None if self.speculator is None else self.speculator.session)
 
     def finish_counting(self) -> None:
-        """See `RunnerAdapter`."""
         self._runner.sampler.read_counts(wait=True)
 
     def on_forward(self) -> None:
-        """See `RunnerAdapter`. Keeps the step's hidden states."""
+        """Keeps the step's hidden states."""
         super().on_forward()
         state = self._runner.execute_model_state
         keeps = self.wants_features and not self.warming_up and state is not None
@@ -101,7 +100,7 @@ class RunnerAdapterV2(RunnerAdapter):
         return None if features is None else self._from_first_rank(features)  # ranks round sums differently
 
     def on_load(self) -> None:
-        """See `RunnerAdapter`. Replaces the runner's samplers, which exist by now."""
+        """Replaces the runner's samplers, which exist by now."""
         runner = self._runner
         sampler = VerifyingSampler(runner.sampler, self)
         runner.sampler = sampler

@@ -251,13 +251,13 @@ class HostSession(Session):
     # -- which requests are alive ------------------------------------------------------------------------------------
 
     def start_requests(self, requests: Iterable[Any]) -> None:
-        """See `Session`. Prompts of embeddings are not started."""
+        """Prompts of embeddings are not started."""
         for request in requests:
             if request.prompt_token_ids is not None:
                 self._ask(lambda: self._start(request))  # noqa: B023
 
     def finish_requests(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
-        """See `Session`. Preempted requests keep their rows."""
+        """Preempted requests keep their rows."""
         for req_id in sorted(finished):  # all ranks in the same order
             if req_id in self.live:
                 self._ask(lambda: self._stop(req_id))  # noqa: B023
@@ -271,7 +271,7 @@ class HostSession(Session):
         return self._batch[1]
 
     def num_live_requests(self) -> int:
-        """See `Session`; 0 once the drafter has raised."""
+        """0 once the drafter has raised."""
         if not self.is_learning:
             return 0
         rows = [live.row for live in self.live.values()]
@@ -366,7 +366,7 @@ class HostSession(Session):
     # -- on and off --------------------------------------------------------------------------------------------------
 
     def set_enabled(self, enabled: bool) -> None:
-        """See `Session`.
+        """Draft from now on, or no longer.
 
         Raises:
             RuntimeError: the drafter has raised, and stays off.
@@ -379,7 +379,7 @@ class HostSession(Session):
         super().set_enabled(enabled)
 
     def close(self) -> None:
-        """See `Session`. Also once the drafter has raised."""
+        """Also once the drafter has raised."""
         try:
             if self.engine_history is not None and self.is_learning:
                 for req_id in list(self.live):  # the last step may have ended some; others keep what they said
