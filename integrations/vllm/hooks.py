@@ -294,13 +294,15 @@ def add_command(module: Any) -> None:
 
     def rollout_spec(self: Any, command: str, *args: Any) -> Any:
         """Run a command of the runner's adapter: `llm.collective_rpc("rollout_spec", args=("stats",))`."""
+        from rollout_spec.integrations.vllm.commands import run_command  # imports torch
+
         adapter = _adapter_of(self)
         if adapter is None:
             raise RuntimeError(
                 "this engine runs without rollout_spec: build it with rollout_spec.engine_kwargs(), and check that "
                 "the VLLM_PLUGINS environment variable, if set, contains rollout_spec"
             )
-        return adapter.command(command, *args)
+        return run_command(adapter, command, *args)
 
     module.WorkerBase.rollout_spec = rollout_spec
 

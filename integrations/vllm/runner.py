@@ -9,7 +9,6 @@ from typing import Any
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.features.torch import prepare
-from rollout_spec.integrations.vllm.commands import run_command
 from rollout_spec.integrations.vllm.config import say
 from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank, is_true_on_any_rank
 from rollout_spec.integrations.vllm.session import Session
@@ -114,12 +113,6 @@ class RunnerAdapter:
             yield
         finally:
             self.warming_up = before
-
-    def command(self, name: str, *args: Any) -> Any:
-        """See `rollout_spec.integrations.vllm.commands.run_command`."""
-        self.finish_counting()
-        self.clock.read()
-        return run_command(self, name, *args)
 
     def begin_step(self, scheduled: Any) -> None:
         """Called before every step with vLLM's `SchedulerOutput`, before the runner looks at it."""

@@ -17,6 +17,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 
 from rollout_spec import RolloutSpecConfig, transfers
 from rollout_spec.integrations.vllm import runner_v1
+from rollout_spec.integrations.vllm.commands import run_command
 from rollout_spec.integrations.vllm.runner_v1 import RunnerAdapterV1
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.verify.api import verify_rows
@@ -192,7 +193,7 @@ def test_where_scheduling_is_asynchronous_the_last_step_is_counted_by_the_next_c
     runner.schedule({"b": [], "e": [1]}, {"b": [2], "e": [1, 2]})
     runner.sample()
     assert runner.adapter.stats.draft_tokens == 5
-    runner.adapter.command("set_enabled", False)
+    run_command(runner.adapter, "set_enabled", False)
     assert runner.adapter.stats.draft_tokens == 6
 
 
