@@ -19,8 +19,7 @@ from rollout_spec.drafting import Drafting
 from rollout_spec.jit.cache import REMEDY, find_folder
 from rollout_spec.launches import trust_constants
 from rollout_spec.types import LogprobsMode, SamplingBatch
-from rollout_spec.verify.api import verify_rows
-from rollout_spec.verify.layout import lay_out
+from rollout_spec.verify.api import lay_out, verify_rows
 
 logger = logging.getLogger(__name__)
 
@@ -99,9 +98,9 @@ def warm_up_kernels(
     """
     from rollout_spec.verify import kernel
 
-    zeros = torch.zeros(1, dtype=torch.int32, device=device)
+    zeros, starts = (torch.arange(size, dtype=torch.int32, device=device) for size in (1, 2))
     # V2's layout; V1's is compiled below.
-    kernel.gather_layout(zeros, zeros.long(), zeros, zeros, zeros, zeros, zeros, zeros.float(), zeros.long())
+    kernel.gather_layout(zeros, zeros.long(), zeros, starts, zeros, zeros, zeros.float(), zeros.long())
     # Triton tells strides and sizes apart that 16 divides. vLLM cuts logits off a matrix of padded width.
     padded_size = -(-vocab_size // 64) * 64
     drafted = (0, config.max_draft_tokens) if config.speculation else (0,)

@@ -86,74 +86,54 @@ class Parts(NamedTuple):
 
 @triton.jit(do_not_specialize=["num_requests"])
 def _layout_kernel(
-    cu_draft_ptr,  # integer [B], inclusive
-    positions_ptr,  # integer [B]
-    temperature_ptr,  # float [B]
-    seed_ptr,  # int64 [B]
-    draft_ids_ptr,  # integer [D]
-    starts_ptr,  # the fields of `Layout`, written
+    starts_ptr,  # int32 [B + 1], written unless drafts were fed to the model, as all fields of `Layout`
     row_temperature_ptr,
     row_seed_ptr,
     row_position_ptr,
     row_draft_ptr,
+    positions_ptr,  # integer [B]; of drafts that were fed to the model [T]
+    temperature_ptr,  # float [B] or [R]
+    seed_ptr,  # int64 [B] or [R]
+    draft_ids_ptr,  # integer [D]; of drafts that were fed to the model [T], the tokens that were
+    cu_draft_ptr,  # integer [B], inclusive; None where drafts were fed to the model, otherwise the next three are
+    at_ptr,  # integer [N]: the rows' places among the T input tokens
+    request_ptr,  # integer [B]: among R
+    prefill_len_ptr,  # int32 [R]
     num_requests,
     BLOCK: tl.constexpr,
 ):
     request = tl.program_id(0)
-    end = tl.load(cu_draft_ptr + request).to(tl.int32)
-    start = tl.load(cu_draft_ptr + request - 1, mask=request > 0, other=0).to(tl.int32)
-    position = tl.load(positions_ptr + request).to(tl.int64)
-    first_row = start + request
-    tl.store(starts_ptr + request, first_row)
-    if request == num_requests - 1:
-        tl.store(starts_ptr + num_requests, end + num_requests)
-    for offset in range(0, end - start + 1, BLOCK):
+    if cu_draft_ptr is None:
+        first_row = tl.load(starts_ptr + request)
+        num_drafts = tl.load(starts_ptr + request + 1) - first_row - 1
+        position = tl.load(positions_ptr + tl.load(at_ptr + first_row)).to(tl.int64)
+        request = tl.load(request_ptr + request)
+        # Nothing has been drafted for a step that starts within the prompt: what stands there are placeholders.
+        has_drafts = position >= tl.load(prefill_len_ptr + request)
+    else:
+        end = tl.load(cu_draft_ptr + request).to(tl.int32)
+        start = tl.load(cu_draft_ptr + request - 1, mask=request > 0, other=0).to(tl.int32)
+        first_row, num_drafts = start + request, end - start
+        position = tl.load(positions_ptr + request).to(tl.int64)
+        tl.store(starts_ptr + request, first_row)
+        if request == num_requests - 1:
+            tl.store(starts_ptr + num_requests, end + num_requests)
+    temperature = tl.load(temperature_ptr + request).to(tl.float32)
+    seed = tl.load(seed_ptr + request)
+    for offset in range(0, num_drafts + 1, BLOCK):
         j = offset + tl.arange(0, BLOCK)
-        is_row = j <= end - start
-        draft = tl.load(draft_ids_ptr + start + j, mask=j < end - start, other=-1).to(tl.int64)
+        row, is_row, is_drafted = first_row + j, j <= num_drafts, j < num_drafts
+        if cu_draft_ptr is None:  # a draft is the input of the next row
+            is_drafted &= has_drafts
+            at = tl.load(at_ptr + row + 1, mask=is_drafted, other=0)
+        else:
+            at = start + j
+        draft = tl.load(draft_ids_ptr + at, mask=is_drafted, other=-1).to(tl.int64)
         draft = tl.where((draft >= 0) & (draft < 2147483648), draft, PLACEHOLDER).to(tl.int32)
-        tl.store(row_temperature_ptr + first_row + j, tl.load(temperature_ptr + request).to(tl.float32), mask=is_row)
-        tl.store(row_seed_ptr + first_row + j, tl.load(seed_ptr + request), mask=is_row)
-        tl.store(row_position_ptr + first_row + j, position + j, mask=is_row)
-        tl.store(row_draft_ptr + first_row + j, draft, mask=is_row)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _gather_layout_kernel(
-    input_ids_ptr,  # integer [T]
-    positions_ptr,  # integer [T]
-    logits_indices_ptr,  # integer [N]: the rows' places among the T input tokens
-    request_ptr,  # integer [N]
-    offset_ptr,  # integer [N]: the rows' places among their request's rows
-    prefill_len_ptr,  # int32 [R]
-    temperature_ptr,  # float32 [R]
-    seed_ptr,  # int64 [R]
-    row_temperature_ptr,  # float32 [N], written, and all below
-    row_seed_ptr,  # int64 [N]
-    row_position_ptr,  # int64 [N]
-    row_draft_ptr,  # int32 [N]
-    num_rows,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_row = row < num_rows
-    at = tl.load(logits_indices_ptr + row, mask=is_row, other=0)
-    position = tl.load(positions_ptr + at, mask=is_row, other=0).to(tl.int64)
-    offset = tl.load(offset_ptr + row, mask=is_row, other=0)
-    request = tl.load(request_ptr + row, mask=is_row, other=0)
-    # A draft is the input of the next row; the row after a bonus position is another request's first.
-    has_next = row + 1 < num_rows
-    next_offset = tl.load(offset_ptr + row + 1, mask=has_next, other=0)
-    next_at = tl.load(logits_indices_ptr + row + 1, mask=has_next, other=0)
-    draft = tl.load(input_ids_ptr + next_at, mask=has_next, other=-1).to(tl.int32)
-    # Nothing has been drafted for a step that starts within the prompt: what stands there are placeholders.
-    in_prompt = position - offset < tl.load(prefill_len_ptr + request, mask=is_row, other=0)
-    draft = tl.where((next_offset > 0) & ~in_prompt, draft, PLACEHOLDER)
-    temperature = tl.load(temperature_ptr + request, mask=is_row, other=0.0).to(tl.float32)
-    tl.store(row_temperature_ptr + row, temperature, mask=is_row)
-    tl.store(row_seed_ptr + row, tl.load(seed_ptr + request, mask=is_row, other=0), mask=is_row)
-    tl.store(row_position_ptr + row, position, mask=is_row)
-    tl.store(row_draft_ptr + row, draft, mask=is_row)
+        tl.store(row_temperature_ptr + row, temperature, mask=is_row)
+        tl.store(row_seed_ptr + row, seed, mask=is_row)
+        tl.store(row_position_ptr + row, position + j, mask=is_row)
+        tl.store(row_draft_ptr + row, draft, mask=is_row)
 
 
 @triton.jit
@@ -514,29 +494,12 @@ def _features_kernel(
         tl.store(features_ptr + SIGNATURE_WORDS + tl.arange(0, 2), ids)
 
 
-def _empty_layout(starts: Tensor, num_rows: int) -> Layout:
-    """The layout of N rows, still to be filled but for `starts`."""
-    dtypes = torch.float32, torch.int64, torch.int64, torch.int32
-    return Layout(starts, *(torch.empty(num_rows, dtype=dtype, device=starts.device) for dtype in dtypes))
-
-
 def lay_out(cu_num_draft_tokens: Tensor, draft_token_ids: Tensor, rows: SamplingBatch) -> Layout:
-    """See `rollout_spec.verify.layout.lay_out`."""
+    """See `rollout_spec.verify.reference.lay_out`."""
     num_requests, num_drafts = cu_num_draft_tokens.shape[0], draft_token_ids.shape[0]
     starts = torch.empty(num_requests + 1, dtype=torch.int32, device=cu_num_draft_tokens.device)
-    layout = _empty_layout(starts, num_requests + num_drafts)
-    _layout_kernel[(num_requests,)](
-        cu_num_draft_tokens,
-        rows.positions,
-        rows.temperature,
-        rows.seeds,
-        draft_token_ids,
-        *layout,
-        num_requests,
-        BLOCK=16,
-        num_warps=1,
-    )
-    return layout
+    of_requests = rows.positions, rows.temperature, rows.seeds, draft_token_ids, cu_num_draft_tokens
+    return _lay_out(starts, num_requests + num_drafts, num_requests, *of_requests, None, None, None)
 
 
 def gather_layout(
@@ -545,7 +508,6 @@ def gather_layout(
     logits_indices: Tensor,
     starts: Tensor,
     request: Tensor,
-    offset: Tensor,
     prefill_len: Tensor,
     temperature: Tensor,
     seeds: Tensor,
@@ -556,27 +518,21 @@ def gather_layout(
         input_ids, positions: integer [T], the step's input tokens.
         logits_indices: integer [N], the rows' places among them.
         starts: int32 [B + 1], each request's first row, then N.
-        request, offset: integer [N], each row's index into per-request tensors and its place among its request's rows.
+        request: integer [B], each request's index into the tensors that follow.
         prefill_len: int32 [R], tokens that a request came with.
         temperature, seeds: float32 and int64 [R].
     """
-    num_rows = logits_indices.shape[0]
     # vLLM's dummy steps and its versions have other types here, for which the kernel would be compiled again.
-    logits_indices, request, offset = logits_indices.long(), request.int(), offset.int()
-    layout = _empty_layout(starts, num_rows)
-    _gather_layout_kernel[(cdiv(num_rows, 128),)](
-        input_ids,
-        positions,
-        logits_indices,
-        request,
-        offset,
-        prefill_len,
-        temperature,
-        seeds,
-        *layout[1:],
-        num_rows,
-        BLOCK=128,
-    )
+    of_rows = logits_indices.long(), request.int(), prefill_len
+    of_requests = positions, temperature, seeds, input_ids, None
+    return _lay_out(starts, logits_indices.shape[0], request.shape[0], *of_requests, *of_rows)
+
+
+def _lay_out(starts: Tensor, num_rows: int, num_requests: int, *tensors: Tensor | None) -> Layout:
+    """Launch `_layout_kernel` with these tensors, from `positions_ptr` on."""
+    dtypes = torch.float32, torch.int64, torch.int64, torch.int32
+    layout = Layout(starts, *(torch.empty(num_rows, dtype=dtype, device=starts.device) for dtype in dtypes))
+    _layout_kernel[(num_requests,)](*layout, *tensors, num_requests, BLOCK=16, num_warps=1)
     return layout
 
 

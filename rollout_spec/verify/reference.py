@@ -2,7 +2,7 @@
 
 A *row* is one position's target logits; a request's rows are its drafted positions and then the bonus position. The
 *recovered* token is the one emitted at the first difference, the *bonus* token the one after a fully accepted draft.
-Shapes: N rows, V tokens, B requests, D drafted tokens. Only `lay_out_on_host` and `verify` wait for the device.
+Shapes: N rows, V tokens, B requests, D drafted tokens. Only `verify` waits for the device.
 
 Ratio tests run here on CPUs, and a GPU's kernels are checked against it at an engine's start (`self_check.py`).
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rollout_spec.noise.host import DOMAIN_ACCEPT, DOMAIN_RESIDUAL, DOMAIN_TARGET
 from rollout_spec.noise.torch import gumbel, uniform32
@@ -24,24 +25,42 @@ from rollout_spec.types import (
     VerifyMethod,
     VerifyResult,
 )
-from rollout_spec.verify.layout import Layout, lay_out
+from rollout_spec.verify.layout import Layout, places
 
 
 def verify(
     logits: Tensor, draft_token_ids: Tensor, cu_num_draft_tokens: Tensor, rows: SamplingBatch, **options: Any
 ) -> VerifyResult:
     """`verify_rows` for drafts by request: int32 [D], and the inclusive sums of their lengths, int32 [B]."""
-    layout = lay_out_on_host(cu_num_draft_tokens, draft_token_ids, rows)
+    layout = lay_out(cu_num_draft_tokens, draft_token_ids, rows)
     if options.get("max_draft_tokens") is None:
         options["max_draft_tokens"] = max([1, *torch.diff(layout.starts).tolist()]) - 1
     return verify_rows(logits, layout, **options)
 
 
-def lay_out_on_host(cu_num_draft_tokens: Tensor, draft_token_ids: Tensor, rows: SamplingBatch) -> Layout:
-    """`lay_out` by the CPU's loop for arguments on any device, which the result is on, too."""
-    on_host = SamplingBatch(rows.temperature.cpu(), rows.seeds.cpu(), rows.positions.cpu())
-    layout = lay_out(cu_num_draft_tokens.cpu(), draft_token_ids.cpu(), on_host)
-    return Layout(*(field.to(cu_num_draft_tokens.device) for field in layout))
+def lay_out(cu_num_draft_tokens: Tensor, draft_token_ids: Tensor, rows: SamplingBatch) -> Layout:
+    """The layout of N = D + B rows, on the device of the arguments. O(N log B).
+
+    Args:
+        cu_num_draft_tokens: integer [B], inclusive sums of draft lengths.
+        draft_token_ids: integer [D].
+        rows: The requests'.
+    """
+    num_requests, num_drafts = cu_num_draft_tokens.shape[0], draft_token_ids.shape[0]
+    starts = torch.arange(num_requests + 1, dtype=torch.int32, device=cu_num_draft_tokens.device)
+    starts[1:] += cu_num_draft_tokens
+    owner, offset = places(starts, num_requests + num_drafts)
+    tokens = draft_token_ids.long()
+    tokens = pad(tokens.where((tokens >= 0) & (tokens < 2**31), PLACEHOLDER_TOKEN_ID).int(), (0, 1))
+    row = torch.arange(owner.shape[0], device=owner.device)
+    is_bonus = row + 1 == starts[owner + 1]
+    return Layout(
+        starts,
+        rows.temperature.float()[owner],
+        rows.seeds[owner],
+        rows.positions.long()[owner] + offset,
+        tokens[row - owner].masked_fill(is_bonus, PLACEHOLDER_TOKEN_ID),
+    )
 
 
 def verify_rows(

@@ -71,7 +71,7 @@ def random_batch(
     rows = SamplingBatch(temperature, integers(-(2**63), 2**63 - 1, size), integers(0, 40_000, size))
     cu = torch.tensor(lengths, device=device).cumsum(0).int()
     nothing = torch.zeros(num_rows - size, dtype=torch.int32, device=device)
-    starts = reference.lay_out_on_host(cu, nothing, rows).starts.long()
+    starts = reference.lay_out(cu, nothing, rows).starts.long()
     is_draft = torch.ones(num_rows, dtype=torch.bool, device=device).index_fill_(0, starts[1:] - 1, False)
     targets = reference.verify(logits, nothing, cu, rows, after_difference=True).target_token_ids[is_draft]
     drafts = (targets + (integers(0, 3, num_rows - size) == 0)) % vocab_size
@@ -86,7 +86,7 @@ def fault_of(batch: Batch, *, method: VerifyMethod, logprobs_mode: LogprobsMode 
     logits, drafts, cu, rows = batch
     options |= {"method": method, "logprobs_mode": logprobs_mode}
     got = kernel.verify_rows(logits, kernel.lay_out(cu, drafts, rows), after_difference=True, **options)
-    layout = reference.lay_out_on_host(cu, drafts, rows)
+    layout = reference.lay_out(cu, drafts, rows)
     tokens, raw = got.target_token_ids, logits.float()
     processed = reference.scaled(raw, layout.temperature)
     targets = reference.target_tokens(raw, processed, layout, method)

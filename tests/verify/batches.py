@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch
 from rollout_spec.verify import reference
-from rollout_spec.verify.api import verify_rows
-from rollout_spec.verify.layout import lay_out
+from rollout_spec.verify.api import lay_out, verify_rows
 
 LOGPROBS_MODES = (None, "raw_logprobs", "processed_logprobs")
 METHODS = ("sample", "rejection")

@@ -103,7 +103,7 @@ def test_what_is_too_close_to_tell_is_no_fault(plant, method, token, is_close):
     """Two tokens of nearly equal score; others, and tokens that do not exist, are faults."""
     rows = SamplingBatch(torch.ones(1), torch.tensor([3]), torch.tensor([7]))
     nothing, cu = torch.zeros(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    layout = reference.lay_out_on_host(cu, nothing, rows)
+    layout = reference.lay_out(cu, nothing, rows)
     domain = reference.DOMAIN_TARGET if method == "sample" else reference.DOMAIN_RESIDUAL
     logits = 2 - reference.with_noise(torch.zeros(1, 4), layout, domain)
     logits[0, 1:] += torch.tensor([-2e-5, -3.0, -torch.inf])
