@@ -39,11 +39,6 @@ class Drafter(Protocol):
             seed: Of the request's noise (see `rollout_spec.noise`), 64 bits. None: the noise does not exist or is not
                 known, as for greedy requests and most recordings; the drafter then proposes what is most probable.
 
-        Two more keywords are passed to drafters whose signature names them. `num_known` (int): how many of the
-        prompt's first tokens the problem's history holds already, from earlier turns. `own_only` (bool): draft this
-        request from its own text alone, and no other request from it. Instead of `own_only` other drafters get a
-        problem id that no other request has, and are told not to keep the rollout.
-
         Raises:
             ValueError: `req_id` is live already, a token is negative, or `seed` does not fit in 64 bits.
         """
@@ -78,6 +73,10 @@ class BatchDrafter(Drafter, Protocol):
     """A drafter that engines call once per step, whatever the number of requests: without an object for each of them.
 
     It calibrates its confidence itself, by what becomes of its drafts: budgets take it as it is.
+
+    Its `start_request` takes two more keywords. `num_known` (int): how many of the prompt's first tokens the problem's
+    history holds already, from earlier turns. `own_only` (bool): draft this request from its own text alone, and no
+    other request from it. Drafters that have only the methods of `Drafter` are not shown such requests.
 
     `rollout_spec.drafters.batch.as_batch_drafter` gives these methods to one that has only those of `Drafter`.
     """

@@ -30,11 +30,17 @@ def as_batch_drafter(drafter: Drafter, max_draft_tokens: int) -> BatchDrafter:
 
 
 class _OneByOne:
-    """A `BatchDrafter` around a `Drafter`, all of whose other methods are the latter's."""
+    """A `BatchDrafter` around a `Drafter`, all of whose other methods are the latter's.
+
+    Raises:
+        AttributeError: the drafter lacks a method of `Drafter`.
+    """
 
     wants_features = wants_rejected_targets = False
 
     def __init__(self, drafter: Drafter, max_draft_tokens: int) -> None:
+        for method in ("start_request", "extend", "propose", "stop_request"):
+            getattr(drafter, method)  # raises now, and not while rollouts wait, if it is missing
         self.table = RequestTable(max_draft_tokens)
         self._drafter = drafter
         self._req_ids: dict[int, str] = {}  # by row
@@ -60,8 +66,6 @@ class _OneByOne:
         self.table.arrays.num_tokens[row] += len(new_token_ids)
 
     def row_of(self, req_id: str) -> int:
-        if req_id not in self._rows:
-            raise ValueError(f"request {req_id!r} is not live: start_request comes first")
         return self._rows[req_id]
 
     def learn_step(self, sampled: Sampled, targets: NDArray[np.int64] | None, options: StepOptions) -> Learned:
@@ -78,29 +82,10 @@ class _OneByOne:
         pass
 
     def propose_rows(self, rows: NDArray[np.int64], room: NDArray[np.int64]) -> None:
-        """See `BatchDrafter`.
-
-        Raises:
-            ValueError: a draft has the wrong type or length.
-        """
         proposed = self._drafter.propose([self._req_ids[row] for row in rows.tolist()], room.astype(np.int32))
-        if len(proposed) != rows.size:
-            raise ValueError(f"drafted for {len(proposed)} requests where {rows.size} were asked for")
         drafts = self.table.arrays.history
-        for row, draft, limit in zip(rows.tolist(), proposed, room.tolist(), strict=True):
-            if not isinstance(draft, tuple) or len(draft) != 2:
-                raise ValueError(f"propose must return a list of rollout_spec.types.Draft, got {draft!r} in it")
-            token_ids, confidence = draft
-            if (
-                not isinstance(token_ids, np.ndarray)
-                or token_ids.dtype != np.int32
-                or len(confidence) != token_ids.size
-            ):
-                raise ValueError(
-                    f"a draft needs int32 tokens and a confidence for each, got {token_ids!r} and {confidence!r}"
-                )
-            if token_ids.size > limit:
-                raise ValueError(f"drafted {token_ids.size} tokens where {limit} were asked for")
-            drafts.tokens[row, : token_ids.size] = token_ids
-            drafts.confidence[row, : token_ids.size] = confidence
-            drafts.lengths[row] = token_ids.size
+        for row, (token_ids, confidence) in zip(rows.tolist(), proposed, strict=True):
+            drafts.lengths[row] = size = len(token_ids)
+            if len(confidence) != size:
+                raise ValueError(f"a draft needs a confidence for each token, got {token_ids!r} and {confidence!r}")
+            drafts.tokens[row, :size], drafts.confidence[row, :size] = token_ids, confidence

@@ -46,8 +46,6 @@ REGISTRY: dict[str, Entry] = {
 }
 DRAFTERS = tuple(name for name, entry in REGISTRY.items() if not entry.on_device)
 """The built-in drafters on the host."""
-REQUIRED_METHODS = ("start_request", "extend", "propose", "stop_request")
-"""What a drafter of a user's own must have."""
 REMOVED_OPTIONS = {"num_threads": "the drafter on the host runs in one thread: leave it out"}
 """Options of 0.3.0 that are gone, and what to do; their errors can go with 0.5.0."""
 MAX_RESIDENT_TOKENS = 4_000_000
@@ -84,10 +82,7 @@ def find_drafter(name: str) -> Any:
     if name in REGISTRY:
         return _imported(REGISTRY[name].path)
     check_name(name)
-    factory = _imported(name)
-    if not callable(factory):
-        raise ValueError(f"drafter {name!r} must be a class, got {checks.shown(factory)}")
-    return factory
+    return _imported(name)
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
@@ -121,20 +116,6 @@ def has_history(name: str) -> bool:
     return name not in REGISTRY or not REGISTRY[name].implied.get("own_only")
 
 
-def check_keeps_history(name: str) -> None:
-    """Check that a drafter's history can be kept in a folder.
-
-    Raises:
-        ValueError: it has no history, or lacks the methods of `HistoryKeeper` (`integrations/vllm/engine_history.py`).
-    """
-    missing = [] if has_history(name) else ["history"]
-    if name not in REGISTRY:
-        methods = ("max_history_tokens", "record_rollouts", "take_recorded", "add_rollouts", "knows")
-        missing = [method for method in methods if not hasattr(find_drafter(name), method)]
-    if missing:
-        raise ValueError(f"history_dir is set, but drafter {name!r} has no {', '.join(missing)}")
-
-
 def build_drafter(name: str, /, **arguments: Any) -> Drafter:
     """Make a drafter that runs on the host.
 
@@ -143,8 +124,7 @@ def build_drafter(name: str, /, **arguments: Any) -> Drafter:
         **arguments: Passed to the class; for the built-in ones see `rollout_spec.drafters.host.drafter.HistoryDrafter`.
 
     Raises:
-        ValueError: no such drafter on the host, the path does not import, an argument is unknown or out of range, or a
-            drafter of your own lacks methods.
+        ValueError: no such drafter on the host, the path does not import, or an argument is unknown or out of range.
         Exception: what the constructor of a drafter of your own raises.
     """
     if runs_on_device(name):
@@ -152,11 +132,6 @@ def build_drafter(name: str, /, **arguments: Any) -> Drafter:
     factory, implied = find_drafter(name), REGISTRY[name].implied if name in REGISTRY else {}
     _check_names(name, factory, {**implied, **arguments})
     drafter: Drafter = factory(**{**implied, **arguments})
-    missing = [method for method in REQUIRED_METHODS if not callable(getattr(drafter, method, None))]
-    if missing:
-        raise ValueError(
-            f"drafter {name!r} lacks {', '.join(missing)}: it needs the methods of rollout_spec.drafters.base.Drafter"
-        )
     return drafter
 
 

@@ -112,8 +112,8 @@ class RolloutSpecConfig:
             raise ValueError("history_dir is set, but the engine keeps no history: it has speculation=False")
         if None in map(importlib.util.find_spec, ("pyarrow", "fsspec")):
             raise ValueError(f"history_dir needs pyarrow and fsspec: {install('history')}")
-        if self.drafter != AUTO:
-            registry.check_keeps_history(self.drafter)
+        if self.drafter != AUTO and not registry.has_history(self.drafter):
+            raise ValueError(f"history_dir is set, but drafter {self.drafter!r} has no history")
         open_folder(path)
 
     def _check_model(self, model: Any) -> None:

@@ -28,6 +28,7 @@ class Drafting:
 
     Attributes:
         drafter: Names the requests' rows, in `drafter.table`.
+        is_batched: Whether the drafter is one for batches (`BatchDrafter`), and not one that is called one by one.
         budget: Decides how much of each draft is verified. None: all of it.
         wants_rejected_targets: Whether what the target samples after a rejected draft is of use to the drafter.
         num_asked: For how many requests the drafter was asked in this step.
@@ -51,7 +52,7 @@ class Drafting:
         budget: Budget | None = None,
     ) -> None:
         self.drafter: BatchDrafter = as_batch_drafter(drafter, num_speculative_tokens)
-        self._is_calibrated = self.drafter is drafter  # see `BatchDrafter`
+        self.is_batched = self.drafter is drafter
         self.budget = budget
         self.wants_rejected_targets = bool(getattr(self.drafter, "wants_rejected_targets", False))
         self.num_asked, self.seconds = 0, 0.0
@@ -70,7 +71,7 @@ class Drafting:
             Exception: what the drafter raises, here and in `draft`.
         """
         learned = self.drafter.learn_step(sampled, targets, self._options)
-        if self.budget is not None and not self._is_calibrated:
+        if self.budget is not None and not self.is_batched:
             self.budget.observe_drafts(learned.expected, learned.num_accepted)
         return learned
 
@@ -103,11 +104,15 @@ class Drafting:
             most = min(drafts.token_ids.size, self._max_step_tokens - num_tokens)
             value, cost = self.budget.costs(rows.size, num_tokens, max(most, 0))
             trust = self.budget.trust
-        wrong, gain = step.decide(
+        are_valid, gain = step.decide(
             self.drafter.table.reference, rows, room, chosen, self._vocab_size, trust, value, cost, *drafts
         )
-        if wrong:
-            self._refuse(wrong, rows, room)
+        if not are_valid:
+            lengths, tokens, confidence = (field[rows].tolist() for field in self.drafter.table.arrays.history[:3])
+            raise ValueError(
+                f"drafts cannot be verified: {lengths} tokens where {room.tolist()} were asked for, {tokens} in a "
+                f"vocabulary of {self._vocab_size}, or {confidence} as their probabilities"
+            )
         if self.budget is not None:
             self.budget.note(rows.size, gain)
         self.seconds = time.perf_counter() - started
@@ -117,13 +122,3 @@ class Drafting:
         """Empty drafts for `size` requests."""
         shape = (size, self._num_speculative_tokens)
         return Drafts(np.zeros(shape, np.int32), np.zeros(size, np.int64))
-
-    def _refuse(self, wrong: int, rows: NDArray[np.int64], room: NDArray[np.int64]) -> None:
-        drafts = self.drafter.table.arrays.history
-        if wrong == step.TOO_LONG:
-            raise ValueError(f"drafted {drafts.lengths[rows].tolist()} tokens where {room.tolist()} were asked for")
-        if wrong == step.BAD_TOKEN:
-            raise ValueError(
-                f"drafted tokens outside of the vocabulary of {self._vocab_size}: {drafts.tokens[rows].tolist()}"
-            )
-        raise ValueError(f"a draft's confidence is no probability: {drafts.confidence[rows].tolist()}")

@@ -361,9 +361,6 @@ def _propose(requests, history, rows, room, scratch):
             count = advance(store, token, count, positions, lengths, weights, sources)
 
 
-TOO_LONG, BAD_TOKEN, BAD_CONFIDENCE = range(1, 4)
-
-
 @njit
 def decide(requests, rows, room, chosen, vocab_size, trust, value, cost, token_ids, lengths):
     """Choose how much of each draft to verify, after a look whether the drafts can be verified.
@@ -378,7 +375,7 @@ def decide(requests, rows, room, chosen, vocab_size, trust, value, cost, token_i
         lengths: int64 [B], filled with how many of their tokens to verify.
 
     Returns:
-        (0, or what is wrong with a draft: TOO_LONG, BAD_TOKEN, BAD_CONFIDENCE; seconds that are expected to be gained).
+        (whether all drafts can be verified, seconds that are expected to be gained).
     """
     survival = np.empty(rows.size * token_ids.shape[1])  # each token's probability to be reached and accepted
     starts, taken = np.empty(rows.size + 1, np.int64), np.empty(rows.size, np.int64)
@@ -398,23 +395,21 @@ def _decide(
         row, out = rows[i], token_ids[chosen[i]]
         drafts, length = requests.history, requests.history.lengths[row]
         if not 0 <= length <= min(room[i], out.size, drafts.tokens.shape[1]):
-            return TOO_LONG, 0.0
+            return False, 0.0
         starts[i], least = at, 1.0
         for j in range(length):
             out[j] = drafts.tokens[row, j]
             requests.confidence[row, j] = drafts.confidence[row, j]
-            if not 0 <= out[j] < vocab_size:
-                return BAD_TOKEN, 0.0
-            if not 0.0 <= requests.confidence[row, j] <= 1.0:  # NaN fails, too
-                return BAD_CONFIDENCE, 0.0
+            if not (0 <= out[j] < vocab_size and 0.0 <= requests.confidence[row, j] <= 1.0):  # NaN fails, too
+                return False, 0.0
             least = min(least, requests.confidence[row, j])  # a user's drafter may say more of a later token
             survival[at] = min(trust * least, 1.0)
             at += 1
         requests.num_offered[row] = lengths[chosen[i]] = length
     starts[rows.size] = at
     if cost.size == 0:
-        return 0, 0.0
+        return True, 0.0
     gain = allocate(survival[:at], starts, value, cost[: at + 1], bins, taken)
     for i in range(rows.size):
         lengths[chosen[i]] = taken[i]
-    return 0, gain
+    return True, gain

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
 import time
@@ -22,7 +21,6 @@ from rollout_spec.drafting import Drafting
 from rollout_spec.history.problems import Conversation, Problems
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
 from rollout_spec.integrations.vllm.requests import request_options
-from rollout_spec.noise.host import derive_seed
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import Drafts, Int32Array
 
@@ -231,8 +229,6 @@ class HostSession(Session):
         if index_late:
             self.drafting.index_late()
         self.drafter = self.drafting.drafter
-        # A user's own may lack some: it stores every turn's whole prompt, or keeps problems apart.
-        self._keywords = {"num_known", "own_only"} & inspect.signature(drafter.start_request).parameters.keys()
         self.problems = Problems(getattr(drafter, "max_history_tokens", None))
         self.live: dict[str, LiveRequest] = {}
         self.num_speculative_tokens = config.max_draft_tokens
@@ -245,7 +241,6 @@ class HostSession(Session):
         self._last_call: float | None = None  # when `draft` was called last
         self._unshared: list[_Step] = []  # steps that the budget has not been told
         if config.history_dir is not None:
-            # That the drafter keeps history, `registry.check_keeps_history` has made sure.
             self.engine_history = EngineHistory(config, vllm_config, self.drafter, self.problems, share_from_first_rank)
 
     # -- which requests are alive ------------------------------------------------------------------------------------
@@ -282,18 +277,17 @@ class HostSession(Session):
         req_id, params, prompt = request.req_id, request.sampling_params, np.array(request.prompt_token_ids, np.int32)
         if req_id in self.live:
             self._stop(req_id)  # a streaming session goes on with a longer prompt: as good as a new request
+        own_only, is_batched = request_options(params.extra_args).own_only, self.drafting.is_batched
+        if own_only and not is_batched:
+            return  # a drafter of a user's own may draft one request from another's text
         conversation = self.begin_conversation(request, prompt)
         is_seeded = params.temperature > 0 and self._config.verify == "sample"
-        problem_id, own_only = conversation.problem_id, request_options(params.extra_args).own_only
-        if own_only and "own_only" not in self._keywords:
-            problem_id = derive_seed("own_only", req_id)  # without one it would be the prompt's
-        more: dict[str, Any] = {"num_known": conversation.num_known, "own_only": own_only}
         self.drafter.start_request(
             req_id,
             prompt,
-            problem_id=problem_id,
+            problem_id=conversation.problem_id,
             seed=params.seed if is_seeded else None,
-            **{name: more[name] for name in self._keywords},
+            **({"num_known": conversation.num_known, "own_only": own_only} if is_batched else {}),
         )
         row, table = self.drafter.row_of(req_id), self.drafter.table
         table.limit(row, **end_of(params))
@@ -305,7 +299,7 @@ class HostSession(Session):
         arrays = self.drafter.table.arrays
         has_output = arrays.num_tokens[live.row] > arrays.num_prompt_tokens[live.row]
         keep = bool(has_output) and request_options(live.params.extra_args).keep_in_history
-        if keep and "num_known" in self._keywords:
+        if keep and self.drafting.is_batched:
             self.problems.stop(live.conversation, self.drafter.output_of(req_id))
         self.drafter.stop_request(req_id, keep=keep)
         if self.engine_history is not None:

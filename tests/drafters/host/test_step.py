@@ -15,7 +15,7 @@ from rollout_spec.drafters.host.step import NO_FEATURES, Sampled, decide
 from rollout_spec.drafters.host.store import PAGE_TOKENS
 from rollout_spec.drafting import Drafting
 from rollout_spec.features.format import FEATURE_WORDS, no_features
-from tests.adversaries import NoDrafter
+from tests.adversaries import FiveMethods
 from tests.drafters.recorder import SENTINEL, examples, sampled
 
 K = 3
@@ -39,7 +39,7 @@ MOVE = st.fixed_dictionaries(
 )
 
 
-class Lone(NoDrafter):
+class Lone(FiveMethods):
     """A drafter that knows requests one by one, and keeps what it is given."""
 
     def __init__(self):
@@ -195,8 +195,8 @@ def test_of_an_unlikely_draft_and_a_likely_one_after_it_the_likely_one_is_verifi
     table.arrays.history.confidence[rows], table.arrays.history.lengths[rows] = [[0.1, 0.9], [0.9, 0.8]], 2
     room, chosen, vocab_size, trust = np.full(2, 2), np.arange(2), 9, 1.0
     value, cost = 1.0, np.arange(5) / 2
-    wrong, gain = decide(table.reference, rows, room, chosen, vocab_size, trust, value, cost, tokens, lengths)
-    assert (wrong, lengths.tolist()) == (0, [0, 2])
+    are_valid, gain = decide(table.reference, rows, room, chosen, vocab_size, trust, value, cost, tokens, lengths)
+    assert (are_valid, lengths.tolist()) == (True, [0, 2])
     assert gain == pytest.approx(0.9 + 0.8 - 1, abs=0.01)
 
 

@@ -375,13 +375,15 @@ def test_the_drafter_knows_the_seeds_that_decide_what_is_sampled(temperature, ve
     assert drafter.started == {"a": (problem_of_prompt([1, 2, 3]), seed)}
 
 
-def test_requests_that_share_nothing_have_problems_of_their_own_where_the_drafter_knows_no_other_way():
+def test_requests_that_share_nothing_are_not_shown_to_a_drafter_of_ones_own():
     session, drafter = a_listening_session()
     request = a_request()
     request.sampling_params.extra_args = {"rollout_spec": {"own_only": True}}
-    advance(session, {"a": [1], "b": [1]}, requests=dict.fromkeys("ab", request))
-    problems = {problem_id for problem_id, _ in drafter.started.values()}
-    assert len(problems - {None, problem_of_prompt([1, 2, 3])}) == 2
+    requests = {"a": request, "b": a_request()}
+    for _ in range(3):
+        assert set(advance(session, {"a": [1], "b": [1]}, requests=requests)) == {"b"}
+    advance(session, {}, ended="ab")
+    assert set(drafter.started) == {req_id for req_id, _ in drafter.extended} == {"b"}
 
 
 def test_problems_are_told_apart_by_all_that_shapes_their_outputs():
