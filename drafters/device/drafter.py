@@ -39,12 +39,13 @@ from torch import Tensor
 from rollout_spec import checks
 from rollout_spec.drafters.base import Tokens
 from rollout_spec.drafters.device import kernels
-from rollout_spec.drafters.device.archive import Archive, Archived, Ranges
+from rollout_spec.drafters.device.archive import Archived, Ranges
 from rollout_spec.drafters.host.constants import CELLS, MAX_DEPTH, SOURCES
 from rollout_spec.drafters.registry import MAX_INDEX_BYTES, MAX_RESIDENT_TOKENS
-from rollout_spec.features.format import FEATURE_WORDS, Features, check_features, no_features
+from rollout_spec.features.format import FEATURE_WORDS, Features, no_features
 from rollout_spec.history.problems import problem_of_prompt
 from rollout_spec.history.rollout import Rollout
+from rollout_spec.history.store import RolloutStore, check_rollouts
 from rollout_spec.launches import trust_constants
 from rollout_spec.transfers import copy_to_host, runs_later, upload
 
@@ -143,6 +144,7 @@ class DeviceDrafter:
 
     Attributes:
         max_history_tokens: Most tokens that are kept.
+        rollouts: The ended ones, with or without a place in the pool.
         wants_features: Whether features are of use.
 
     Raises:
@@ -205,7 +207,6 @@ class DeviceDrafter:
         self._by_source = new(len(SOURCES), 2, dtype=torch.int64, device=device)
 
         self._num_started = 0  # requests, and rollouts that were added
-        self._num_requests = self._num_known_requests = 0
         self._live: dict[int, _Live] = {}
         self._problems: dict[int, _Problem] = {}
         self._idle: dict[int, _Problem] = {}  # without live requests, idle longest first
@@ -213,7 +214,8 @@ class DeviceDrafter:
         self._free_rows = list(range(num_problems - 1, -1, -1))
         self._free_documents = list(range(num_documents - 1, max_requests - 1, -1))
         self.max_history_tokens = max_history_tokens
-        self._archive = Archive(max_history_tokens)
+        self.rollouts: RolloutStore[Archived] = RolloutStore()
+        self._num_archived = 0  # sum of their capacities
         self._changed_problems: dict[int, _Problem] = {}
         self._changed_documents: dict[int, tuple[int, ...]] = {}
         self._unindexed: list[int] = []  # documents that have been uploaded
@@ -242,8 +244,7 @@ class DeviceDrafter:
         elif problem_id is None:
             problem_id = problem_of_prompt(prompt_token_ids)
         problem = self._problems.get(problem_id)
-        self._num_requests += 1
-        self._num_known_requests += self.knows(problem_id)
+        self.rollouts.begin_request(problem_id)
         if problem is None:
             problem = self._add_problem(problem_id)
             self._upload(problem)
@@ -337,61 +338,28 @@ class DeviceDrafter:
         for problem in left.values():
             self._mark_idle_if_unused(problem)
         kernels.halve_full(self._counts)
-        self._archive.take_copies()
-
-    def knows(self, problem_id: int) -> bool:
-        """Whether there is any history of a problem, or a request of it is live."""
-        problem = self._problems.get(problem_id)
-        is_here = problem is not None and (problem.num_live > 0 or bool(problem.pieces))
-        return is_here or self._archive.knows(problem_id)
-
-    def record_rollouts(self) -> None:
-        """From now on remember which rollouts ended and stay in the history, for `take_recorded`."""
-        self._archive.record()
-
-    def take_recorded(self, *, wait: bool = False) -> list[Rollout]:
-        """The rollouts that have ended and have arrived on the host since the last call.
-
-        Args:
-            wait: Wait for those that have ended and are still being copied.
-        """
-        recorded = []
-        for archived in self._archive.take_recorded(wait=wait):
-            tokens, features, size = archived.read()  # of which `size` are the prompt's
-            if tokens.size > size:
-                known = features[size:] if self.wants_features else None
-                recorded.append(Rollout(archived.problem_id, tokens[:size], tokens[size:], known))
-        return recorded
+        self.rollouts.take_arrived()
 
     def add_rollouts(self, rollouts: Sequence[Rollout]) -> None:
-        """Put rollouts into the history that ended elsewhere or earlier. They count as the newest, the last one most.
+        """As `HistoryKeeper.add_rollouts`. O(tokens).
 
         They are uploaded, also where no request of their problem is live, as other problems draft from them; problems
         that have been idle longer make room. If an idle problem's rollout does not fit, the whole problem leaves the
         device, and is uploaded with all its rollouts when it is needed again, as are those that have left already.
-        O(tokens).
-
-        Raises:
-            ValueError: features have another shape than their tokens need.
         """
-        for rollout in rollouts:
-            if rollout.features is not None:
-                check_features(rollout.features, rollout.tokens.size)
-            if not rollout.tokens.size:
-                continue
+        for rollout in check_rollouts(rollouts):
             tokens = np.concatenate((rollout.context, rollout.tokens), dtype=np.int32)
             features = no_features(tokens.size if self.wants_features else 0)
             if self.wants_features and rollout.features is not None:
                 features[rollout.context.size :] = rollout.features
-            fields = torch.tensor([0, tokens.size, rollout.context.size], dtype=torch.int64)
             texts = torch.from_numpy(tokens), torch.from_numpy(features)
             order = self._num_started
             self._num_started += 1
             problem = self._problems.get(rollout.problem_id)
-            if problem is None and not self._archive.knows(rollout.problem_id):
+            if problem is None and not self.rollouts.knows(rollout.problem_id):
                 problem = self._add_problem(rollout.problem_id)
-            archived = Archived(rollout.problem_id, order, tokens.size, *texts, fields, None, is_taken=True)
-            self._archive.add(archived)
+            sizes = {"num_context": rollout.context.size, "num_sampled": rollout.tokens.size}
+            self._archive(Archived(rollout.problem_id, order, tokens.size, *texts, **sizes), record=False)
             if problem is None:
                 continue
             self._idle.pop(rollout.problem_id, None)
@@ -541,28 +509,14 @@ class DeviceDrafter:
         return {name: (n, hits) for name, (n, hits) in zip(SOURCES, self._by_source.tolist(), strict=True)}
 
     def history_summary(self) -> dict[str, int]:
-        """What the history of ended rollouts holds, and how many requests found their problem known when they began.
-
-        Waits for copies from the device that are under way.
-        """
-        self._archive.take_copies(wait=True)
-        rollouts = self._archive.order
-        # At once: servers ask every few seconds, and there may be tens of thousands of rollouts.
-        fields = torch.stack([rollout.fields for rollout in rollouts]) if rollouts else torch.zeros((0, 3)).long()
-        return {
-            "problems": len({rollout.problem_id for rollout in rollouts}),
-            "rollouts": len(rollouts),
-            "tokens": int((fields[:, 1] - fields[:, 2]).sum()),
-            "requests": self._num_requests,
-            "requests_with_history": self._num_known_requests,
-        }
+        return self.rollouts.summary()
 
     def memory_bytes(self) -> int:
         """Bytes on the device and of history on the host."""
         texts = *self._texts.stored, self._texts.members, self._texts.index
         tensors = [*texts, *self._last_drafts, self._counts, self._by_source]
         tensors += [tensor for scratch in self._continued.values() for tensor in scratch]
-        of_history = token_bytes(features=self.wants_features) * self._archive.num_tokens
+        of_history = token_bytes(features=self.wants_features) * self._num_archived
         return sum(t.numel() * t.element_size() for t in tensors) + of_history
 
     def check_integrity(self) -> None:
@@ -583,7 +537,9 @@ class DeviceDrafter:
             assert problem.num_live == len(live), "live requests"
             assert (problem.num_live == 0) == (problem.problem_id in self._idle), "idle problems"
             assert sorted(problem.members) == sorted([*live, *problem.pieces]), "members"
-        self._archive.check_integrity()
+        held = {problem.problem_id: problem.num_live + len(problem.pieces) for problem in self._problems.values()}
+        assert self.rollouts.num_held == {name: num for name, num in held.items() if num}, "problems held"
+        assert self._num_archived == sum(rollout.capacity for rollout in self.rollouts.by_age), "archived tokens"
 
     # -- bookkeeping -------------------------------------------------------------------------------------------------
 
@@ -592,6 +548,7 @@ class DeviceDrafter:
         live = self._live.pop(slot, None)
         if live is None:
             raise ValueError(f"slot {slot} is free: start_request comes first")
+        self.rollouts.release(live.problem.problem_id)
         live.problem.num_live -= 1
         self._changed_problems[live.problem.row] = live.problem
         # Without a stamp nobody finds it any more.
@@ -623,6 +580,7 @@ class DeviceDrafter:
     def _keep(self, problem: _Problem, document: int, start: int, size: int) -> None:
         """A piece of the pool holds an ended rollout from now on."""
         problem.pieces[document] = (start, size)
+        self.rollouts.hold(problem.problem_id)
         self._num_resident += size
 
     def _new_stamp(self, problem: _Problem) -> int:
@@ -673,6 +631,7 @@ class DeviceDrafter:
     def _forget(self, problem: _Problem, document: int) -> None:
         """Free an ended rollout's place."""
         piece = problem.pieces.pop(document)
+        self.rollouts.release(problem.problem_id)
         self._pool.release(*piece)
         self._num_resident -= piece[1]
         problem.members.remove(document)
@@ -720,22 +679,29 @@ class DeviceDrafter:
             copied.record()
         for live, tokens, features, fields in copies:
             if live.problem.is_shared:  # others are never looked up again
-                texts = tokens, features, fields
-                problem_id, capacity = live.problem.problem_id, tokens.numel()
-                self._archive.add(Archived(problem_id, live.order, capacity, *texts, copied))
+                of = live.problem.problem_id, live.order, tokens.numel()
+                self._archive(Archived(*of, tokens, features, fields, copied), record=True)
+
+    def _archive(self, rollout: Archived, *, record: bool) -> None:
+        """Keep a rollout on the host, and drop the oldest ones until the bound holds."""
+        self.rollouts.add(rollout, record=record)
+        self._num_archived += rollout.capacity
+        while self._num_archived > self.max_history_tokens:
+            self._num_archived -= self.rollouts.drop_oldest().capacity
 
     def _upload(self, problem: _Problem) -> None:
         """Bring a problem's newest rollouts from the host."""
-        texts: list[tuple[NDArray[np.int32], Features, int]] = []
+        texts: list[Archived] = []
         num_tokens = 0
-        for rollout in self._archive.newest_first(problem.problem_id)[:MAX_MEMBERS]:
-            text = rollout.read()
-            num_tokens += text[0].size
+        newest_first = sorted(self.rollouts.of_problem(problem.problem_id), key=lambda rollout: -rollout.order)
+        for rollout in newest_first[:MAX_MEMBERS]:
+            rollout.arrive(wait=True)
+            num_tokens += rollout.tokens.numel()
             if num_tokens > self._max_problem_tokens:
                 break
-            if text[0].size > text[2]:  # more than the end of its prompt
-                texts.append(text)
-        sizes = np.cumsum([tokens.size for tokens, *_ in texts])
+            if rollout.num_sampled:
+                texts.append(rollout)
+        sizes = np.cumsum([text.tokens.numel() for text in texts])
         count = len(texts)
         start = None
         while count and start is None:
@@ -748,10 +714,13 @@ class DeviceDrafter:
                 count //= 2
         if start is None:
             return
-        self._write_text(start, *(np.concatenate([text[i] for text in texts[:count]]) for i in range(2)))
+        texts = texts[:count]
+        tokens, features = torch.cat([text.tokens for text in texts]), torch.cat([text.features for text in texts])
+        self._write_text(start, tokens.numpy(), features.numpy())
         ends = start + sizes[:count]
-        for (tokens, _, prompt_length), end in reversed(list(zip(texts, ends.tolist(), strict=False))):
-            self._take_in(problem, self._free_documents.pop(), end - tokens.size, tokens.size, prompt_length)
+        for text, end in reversed(list(zip(texts, ends.tolist(), strict=True))):
+            size = text.tokens.numel()
+            self._take_in(problem, self._free_documents.pop(), end - size, size, text.num_context)
 
     def _publish(self) -> None:
         """Upload the rows of the device's tables that have changed, and index the texts that were uploaded."""

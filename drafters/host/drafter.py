@@ -18,7 +18,7 @@ from outcomes, falls below `min_survival`.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
@@ -49,6 +49,7 @@ from rollout_spec.drafters.host.voting import Calibration, new_scratch
 from rollout_spec.features.format import SIGNATURE_BITS, Features, check_features, decoded_probabilities, no_features
 from rollout_spec.history.problems import problem_of_prompt
 from rollout_spec.history.rollout import Rollout
+from rollout_spec.history.store import RolloutStore, check_rollouts
 from rollout_spec.jit.compiler import by_reference
 from rollout_spec.types import Draft, Int32Array
 
@@ -76,10 +77,27 @@ class _Prompt:
 
 @dataclass(slots=True)
 class _Request:
+    """A live request, or the rollout of one that has ended (`rollout_spec.history.store.EndedRollout`)."""
+
+    texts: TextStore
     row: int
     document: int
-    problem: int
+    problem_id: int
+    """Negative: the request had no problem."""
     prompt: _Prompt | None
+
+    @property
+    def num_sampled(self) -> int:
+        return int(self.texts.arrays.documents[self.document, LENGTH])
+
+    def arrive(self, *, wait: bool) -> bool:
+        return True
+
+    def read(self) -> Rollout:
+        tokens, features = self.texts.read(self.document)
+        last = self.prompt.documents[-1] if self.prompt else -1
+        context = self.texts.text_before_end(last, constants.MAX_DEPTH) if last >= 0 else tokens[:0]
+        return Rollout(self.problem_id, context, tokens, features)
 
 
 class HistoryDrafter:
@@ -104,6 +122,7 @@ class HistoryDrafter:
         wants_features: Whether features that are given with tokens are of use.
         wants_rejected_targets: Whether the target's tokens after the first difference are of use.
         table: The live requests' rows.
+        rollouts: The ended ones.
 
     Raises:
         ValueError: an argument is out of range.
@@ -163,12 +182,8 @@ class HistoryDrafter:
         self._live: dict[str, _Request] = {}
         self._prompts: dict[tuple[int, int, int], _Prompt] = {}
         self._problems: dict[int, int] = {}  # number in the store by problem id
-        self._problem_ids: dict[int, int] = {}
-        self._problem_users: dict[int, int] = {}
         self._next_problem = 0
-        self._num_requests = self._num_known_requests = 0
-        self._finished: deque[_Request] = deque()
-        self._recorded: list[Rollout] | None = None  # None: nobody wants them
+        self.rollouts: RolloutStore[_Request] = RolloutStore()
         self._unindexed: list[NDArray[np.int64]] = []  # documents whose last tokens are not indexed yet
         self._num_unindexed = 0
         self._max_pending = min(MAX_PENDING, max_history_tokens // 16)
@@ -210,19 +225,18 @@ class HistoryDrafter:
         prompt_tokens = _as_array("prompt_token_ids", prompt_token_ids)
         if not 0 <= num_known <= prompt_tokens.size:
             raise ValueError(f"num_known must be from 0 to the prompt's {prompt_tokens.size} tokens, got {num_known}")
-        if own_only:
-            problem_id = None
-        elif problem_id is None and prompt_tokens.size:
+        if own_only or (problem_id is None and not prompt_tokens.size):
+            problem_id = -1 - self._next_problem
+        elif problem_id is None:
             problem_id = problem_of_prompt(prompt_tokens)
         if problem_id not in self._problems:
             num_known = 0
+        self.rollouts.begin_request(problem_id)
         problem = self._problem(problem_id, own_only=own_only)
-        self._num_requests += 1
-        self._num_known_requests += self._problem_users[problem] > 1
         prompt = self._prompt(problem, prompt_tokens, num_known) if prompt_tokens.size else None
         document = self._new_rollout(problem, prompt)
         row = self.table.start(prompt_tokens.size, seed, document)
-        self._live[req_id] = _Request(row, document, problem, prompt)
+        self._live[req_id] = _Request(self._store, row, document, problem_id, prompt)
 
     def extend(self, req_id: str, new_token_ids: Tokens, features: Features | None = None) -> None:
         live = self._request(req_id)
@@ -326,15 +340,15 @@ class HistoryDrafter:
 
     def stop_request(self, req_id: str, *, keep: bool = True) -> None:
         live = self._request(req_id)
-        keep = checks.switch("keep", keep) and not is_private(live.problem)
+        keep = checks.switch("keep", keep) and not is_private(self._problems[live.problem_id])
         del self._live[req_id]
         self.table.stop(live.row)
+        if not keep:
+            self._flush()  # before `release`: where it drops the problem's last rollout, the number is still in use
+        self.rollouts.release(live.problem_id)
         if keep:
-            if self._recorded is not None:
-                self._record(live)
-            self._finished.append(live)
+            self.rollouts.add(live, record=live.problem_id >= 0)
         else:
-            self._flush()
             self._remove(live)
 
     def output_of(self, req_id: str) -> Int32Array:
@@ -345,42 +359,13 @@ class HistoryDrafter:
         """
         return self._store.text(self._request(req_id).document)
 
-    def record_rollouts(self) -> None:
-        """From now on keep a copy of every rollout that ends and stays in the history, for `take_recorded`."""
-        if self._recorded is None:
-            self._recorded = []
-
-    def take_recorded(self, *, wait: bool = False) -> list[Rollout]:
-        """The rollouts that have ended since the last call, in this order; none before `record_rollouts`.
-
-        Those without a problem id are left out.
-
-        Args:
-            wait: Makes no difference: what has ended is on the host.
-        """
-        if self._recorded is None:
-            return []
-        recorded, self._recorded = self._recorded, []
-        return recorded
-
     def add_rollouts(self, rollouts: Sequence[Rollout]) -> None:
-        """Put rollouts into the history that ended elsewhere or earlier. They count as the newest, the last one most.
-        O(tokens).
-
-        Raises:
-            ValueError: a token is negative, or features have another shape than their tokens need.
-        """
-        for rollout in rollouts:
-            if min(rollout.context.min(initial=0), rollout.tokens.min(initial=0)) < 0:
-                raise ValueError(f"tokens of a rollout of problem {rollout.problem_id} must not be negative")
-            if rollout.features is not None:
-                check_features(rollout.features, rollout.tokens.size)
+        """As `HistoryKeeper.add_rollouts`. O(tokens)."""
+        rollouts = check_rollouts(rollouts)
         self._flush()
         some: list[Rollout] = []
         num_tokens = 0
-        for rollout in rollouts:
-            if self._own_only or not rollout.tokens.size:
-                continue
+        for rollout in [] if self._own_only else rollouts:
             some.append(rollout)
             num_tokens += rollout.num_tokens
             if num_tokens >= MAX_ADDED:
@@ -388,10 +373,6 @@ class HistoryDrafter:
                 some, num_tokens = [], 0
         if some:
             self._add(some)
-
-    def knows(self, problem_id: int) -> bool:
-        """Whether there is any history of a problem, or a request of it is live."""
-        return problem_id in self._problems
 
     def memory_bytes(self) -> int:
         index = self._index
@@ -405,15 +386,7 @@ class HistoryDrafter:
         return {name: (int(n), int(hits)) for name, (n, hits) in zip(SOURCES, self._calibration.by_source, strict=True)}
 
     def history_summary(self) -> dict[str, int]:
-        """What the history of ended rollouts holds, and how many requests found their problem known when they began."""
-        documents = self._store.arrays.documents
-        return {
-            "problems": len({request.problem for request in self._finished}),
-            "rollouts": len(self._finished),
-            "tokens": int(documents[[request.document for request in self._finished], LENGTH].sum()),
-            "requests": self._num_requests,
-            "requests_with_history": self._num_known_requests,
-        }
+        return self.rollouts.summary()
 
     def check_integrity(self) -> None:
         self._flush()
@@ -423,7 +396,9 @@ class HistoryDrafter:
             if self._settings.use_shared:
                 suffix.check_integrity(self._store.arrays, self._index.shared, is_shared=True)
         self.table.check_integrity([live.row for live in self._live.values()])
-        documents = [r.document for r in chain(self._live.values(), self._finished)]
+        held = Counter(live.problem_id for live in self._live.values())
+        assert self.rollouts.num_held == held, "problems held"
+        documents = [r.document for r in chain(self._live.values(), self.rollouts.by_age)]
         documents += [document for prompt in self._prompts.values() for document in prompt.documents]
         live = np.flatnonzero(self._store.arrays.documents[:, PROBLEM] >= 0).tolist()
         assert sorted(documents) == live, "a document has two owners or none"
@@ -442,21 +417,12 @@ class HistoryDrafter:
             raise TypeError(f"req_ids must be a list of strings, got {checks.shown(req_ids)}")
         return np.array([self._request(req_id).row for req_id in req_ids], np.int64)
 
-    def _problem(self, problem_id: int | None, *, own_only: bool = False) -> int:
-        """Count one more user of a problem and return its number. None: a new problem without an id.
-
-        Args:
-            own_only: Whether a new problem is private.
-        """
-        number = None if problem_id is None else self._problems.get(problem_id)
+    def _problem(self, problem_id: int, *, own_only: bool = False) -> int:
+        """A problem's number. `own_only`: a new problem is private."""
+        number = self._problems.get(problem_id)
         if number is None:
-            number = 2 * self._next_problem + own_only
+            number = self._problems[problem_id] = 2 * self._next_problem + own_only
             self._next_problem += 1  # never used again: the lookahead pool may hold entries of an old number
-            self._problem_users[number] = 0
-            if problem_id is not None:
-                self._problems[problem_id] = number
-                self._problem_ids[number] = problem_id
-        self._problem_users[number] += 1
         return number
 
     def _prompt(self, problem: int, tokens: Int32Array, num_known: int) -> _Prompt:
@@ -485,8 +451,8 @@ class HistoryDrafter:
         self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        while self._finished and self._store.num_used_pages > self._max_history_pages:
-            self._remove(self._finished.popleft())
+        while self.rollouts.by_age and self._store.num_used_pages > self._max_history_pages:
+            self._remove(self.rollouts.drop_oldest())
 
     def _add(self, rollouts: Sequence[Rollout]) -> None:
         """Put rollouts that were checked into the history, and drop the oldest ones until the bound holds."""
@@ -497,7 +463,7 @@ class HistoryDrafter:
             if context.size:
                 prompt = self._prompt(problem, context, context.size)
             document = self._new_rollout(problem, prompt)
-            self._finished.append(_Request(-1, document, problem, prompt))
+            self.rollouts.add(_Request(self._store, -1, document, rollout.problem_id, prompt), record=False)
             documents.append(document)
         known = None
         if self.wants_features and any(rollout.features is not None for rollout in rollouts):
@@ -529,18 +495,6 @@ class HistoryDrafter:
             self._unindexed.append(documents)
             self._num_unindexed += tokens.size
 
-    def _record(self, request: _Request) -> None:
-        """Copy a rollout for `take_recorded`."""
-        problem_id = self._problem_ids.get(request.problem)
-        if problem_id is None:
-            return
-        assert self._recorded is not None
-        tokens, features = self._store.read(request.document)
-        if tokens.size:
-            last = request.prompt.documents[-1] if request.prompt else -1
-            context = self._store.text_before_end(last, constants.MAX_DEPTH) if last >= 0 else tokens[:0]
-            self._recorded.append(Rollout(problem_id, context, tokens, features))
-
     def _remove(self, request: _Request) -> None:
         """Take a rollout out of the index, and its prompt if no other rollout has the same."""
         self._remove_document(request.document)
@@ -551,12 +505,8 @@ class HistoryDrafter:
                 for document in reversed(prompt.documents):
                     self._remove_document(document)
                 del self._prompts[prompt.key]
-        self._problem_users[request.problem] -= 1
-        if self._problem_users[request.problem] == 0:
-            del self._problem_users[request.problem]
-            problem_id = self._problem_ids.pop(request.problem, None)
-            if problem_id is not None:
-                del self._problems[problem_id]
+        if not self.rollouts.knows(request.problem_id):
+            del self._problems[request.problem_id]
 
     def _remove_document(self, document: int) -> None:
         remove_document(self._state(), document, self._window)

@@ -19,6 +19,7 @@ from rollout_spec.history.exchange import FolderThread
 from rollout_spec.history.folder import HistoryFolder, Origin, fingerprint
 from rollout_spec.history.problems import Problems
 from rollout_spec.history.rollout import Rollout
+from rollout_spec.history.store import RolloutStore
 from rollout_spec.integrations.vllm.ranks import is_first_rank
 
 logger = logging.getLogger(__name__)
@@ -40,17 +41,15 @@ class HistoryKeeper(Protocol):
     max_history_tokens: int
     """Most tokens that it keeps."""
 
-    def record_rollouts(self) -> None:
-        """From now on remember rollouts that end and stay in the history, for `take_recorded`."""
-
-    def take_recorded(self, *, wait: bool = False) -> list[Rollout]:
-        """Those since the last call; `wait`: also those that are still being copied from the device."""
+    rollouts: RolloutStore[Any]
+    """Those that have ended."""
 
     def add_rollouts(self, rollouts: Sequence[Rollout]) -> None:
-        """Put rollouts into the history that ended elsewhere or earlier."""
+        """Put rollouts into the history that ended elsewhere or earlier. They count as the newest, the last one most.
 
-    def knows(self, problem_id: int) -> bool:
-        """Whether there is any history of a problem, or a request of it is live."""
+        Raises:
+            ValueError: see `check_rollouts`.
+        """
 
 
 class EngineHistory:
@@ -95,7 +94,7 @@ class EngineHistory:
         if self._share is not None:
             rollouts = self._share(rollouts)
         self._add(rollouts)
-        self._drafter.record_rollouts()
+        self._drafter.rollouts.is_recording = True
         if self._thread is not None:
             self._thread.start()
             weakref.finalize(self, self._thread.close)  # where nobody calls `close`, as at the end of a script
@@ -110,7 +109,7 @@ class EngineHistory:
         self._began_of[problem_id] = self._began
         self._live[problem_id] += 1
         if self._live[problem_id] == 1:
-            self._thread.watch(problem_id, is_known=self._drafter.knows(problem_id))
+            self._thread.watch(problem_id, is_known=self._drafter.rollouts.knows(problem_id))
 
     def end_request(self, problem_id: int | None) -> None:
         """A request has ended."""
@@ -149,7 +148,7 @@ class EngineHistory:
                 self._thread.close()
 
     def _hand_over(self, *, wait: bool = False) -> None:
-        recorded = self._drafter.take_recorded(wait=wait)
+        recorded = self._drafter.rollouts.take_recorded(wait=wait)
         if self._thread is not None and recorded:
             for rollout in recorded:
                 problem_id = rollout.problem_id

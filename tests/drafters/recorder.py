@@ -121,17 +121,21 @@ class Recorder:
         num_known = 0 if is_gone else num_known
         request = self.drafter._live[req_id]
         prompt = self._note_prompt(request, prompt, num_known)
-        self._texts[request.document] = self._live[req_id] = Text(request.problem, prompt, [])
+        self._texts[request.document] = self._live[req_id] = Text(
+            self.drafter._problems[request.problem_id], prompt, []
+        )
         self.extend(req_id, tokens)
 
     def add(self, rollout: Rollout) -> None:
         """Add a rollout that ended elsewhere."""
-        before = list(self.drafter._finished)
+        before = list(self.drafter.rollouts.by_age)
         self.drafter.add_rollouts([rollout])
-        for request in self.drafter._finished:
+        for request in self.drafter.rollouts.by_age:
             if not any(request is other for other in before):
                 prompt = self._note_prompt(request, rollout.context, len(rollout.context))
-                self._texts[request.document] = Text(request.problem, prompt, list(rollout.tokens))
+                self._texts[request.document] = Text(
+                    self.drafter._problems[request.problem_id], prompt, list(rollout.tokens)
+                )
 
     def _note_prompt(self, request, prompt: Sequence[int], num_known: int) -> list[int]:
         """Remember a request's prompt. Returns what is kept of it."""
@@ -144,7 +148,9 @@ class Recorder:
         if context:
             self._contexts[documents.pop(0)] = context
         if prompt[num_known:]:
-            self._texts[documents.pop(0)] = Text(request.problem, context, prompt[num_known:])
+            self._texts[documents.pop(0)] = Text(
+                self.drafter._problems[request.problem_id], context, prompt[num_known:]
+            )
         assert not documents
         return context + prompt[num_known:]
 
@@ -167,7 +173,7 @@ class Recorder:
         return {document: self._texts[document] for document in self._documents() if document in self._texts}
 
     def _documents(self) -> set[int]:
-        requests = [*self.drafter._live.values(), *self.drafter._finished]
+        requests = [*self.drafter._live.values(), *self.drafter.rollouts.by_age]
         prompts = [request.prompt.documents for request in requests if request.prompt is not None]
         documents = {request.document for request in requests}.union(*prompts)
         self._texts = {document: text for document, text in self._texts.items() if document in documents}

@@ -101,13 +101,13 @@ def session_of(llm):
 def rollouts_of(llm):
     """[(prompt, tokens, their features)] of the ended rollouts that our drafter keeps, oldest first."""
     drafter = session_of(llm).drafter
-    is_on_device = hasattr(drafter, "_archive")
-    for _ in range(1 + is_on_device):  # from the device texts arrive another step later
+    for _ in range(1 + IS_V2):  # from the device texts arrive another step later
         generate(llm, [LAST])
     drafter.check_integrity()
-    if is_on_device:
-        texts = [archived.read() for archived in drafter._archive.order]
-        return [(tokens[:prompt], tokens[prompt:], features[prompt:]) for tokens, features, prompt in texts]
+    if IS_V2:
+        drafter.rollouts.take_arrived(wait=True)
+        rollouts = [archived.read() for archived in drafter.rollouts.by_age]
+        return [(rollout.context, rollout.tokens, rollout.features) for rollout in rollouts]
     store = drafter._store
     return [
         (
@@ -115,7 +115,7 @@ def rollouts_of(llm):
             store.text(request.document),
             store.arrays.features[positions_of(store, request.document)],
         )
-        for request in drafter._finished
+        for request in drafter.rollouts.by_age
     ]
 
 

@@ -28,7 +28,7 @@ def work(seed):
     """
     rng = np.random.default_rng(seed)
     engine = Engine(max_requests=3, max_resident_tokens=64)
-    engine.drafter.record_rollouts()
+    engine.drafter.rollouts.is_recording = True
     said, copies, recorded = [], [], []
     for _ in range(80):
         operation = rng.choice(["start", "commit", "commit", "propose", "propose", "stop", "add"])
@@ -44,14 +44,14 @@ def work(seed):
             copies.append(HostCopy((drafts, (rates * 1e6).int())))
         elif operation == "stop" and live:
             engine.stop(live[rng.integers(len(live))])
-            recorded += engine.drafter.take_recorded(wait=bool(rng.integers(2)))
+            recorded += engine.drafter.rollouts.take_recorded(wait=bool(rng.integers(2)))
         elif operation == "add":
             prompt, tokens = [*PROMPTS[rng.integers(3)], 0], rng.integers(0, 3, 9).tolist()
             engine.add(prompt, tokens, random_features(rng, tokens))
         while len(copies) > 2 or (copies and copies[0].has_arrived()):
             said += [values.copy() for values in copies.pop(0).read()]
     said += [values for copy in copies for values in copy.read()]
-    recorded += engine.drafter.take_recorded(wait=True)
+    recorded += engine.drafter.rollouts.take_recorded(wait=True)
     return said + [values for rollout in recorded for values in (rollout.context, rollout.tokens, rollout.features)]
 
 

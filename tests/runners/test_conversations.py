@@ -55,7 +55,7 @@ def test_later_turns_draft_from_earlier_ones(tiny_model, off, reference_model):
     drafter.check_integrity()
     problems = {problem_of_prompt(prompt) for prompt in FIRST_PROMPTS}
     if IS_V2:
-        assert {rollout.problem_id for rollout in drafter._archive.order} == problems
+        assert {rollout.problem_id for rollout in drafter.rollouts.by_age} == problems
         return
     assert set(drafter._problems) == problems | {problem_of_prompt([1, 4, 9])}  # of LAST
     # A turn's prompt adds the tool's answer, and up to 32 tokens of context.

@@ -71,10 +71,10 @@ def test_so_does_one_with_the_drafter_on_the_device(tiny_model, off, tmp_path):
 
     def check_end(life: EngineLife) -> None:
         assert len(session.live) <= 1, "only the last request's end is still unknown"
-        for archived in [a for a in session.drafter._archive.order if all(a is not k for k in known)]:
+        for archived in [a for a in session.drafter.rollouts.by_age if all(a is not k for k in known)]:
             known.append(archived)
-            tokens, _, num_prompt = archived.read()
-            assert any(could_be(tokens[num_prompt:].tolist(), rollout) for rollout in life.rollouts)
+            archived.arrive(wait=True)
+            assert any(could_be(archived.read().tokens.tolist(), rollout) for rollout in life.rollouts)
 
     def could_be(text: list[int], rollout: Rollout) -> bool:
         if rollout.finish_reason is not None:

@@ -23,7 +23,7 @@ WAITS = {
 """Functions of tensors that read values on the host, whose result has a size that follows from values, or that copy
 from memory that is not pinned."""
 MEANT = {
-    ("archive.py", "take_copy"): "a rollout's copy, once it has arrived",
+    ("archive.py", "arrive"): "a rollout's copy, once it has arrived",
     ("transfers.py", "read"): "counts that have arrived",
     ("runner_v2.py", "_process"): "vLLM has these lengths on the host",
 }

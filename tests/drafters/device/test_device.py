@@ -226,7 +226,7 @@ def check_pool(drafter):
     num_held = sum(len(problem.pieces) for problem in drafter._problems.values())
     assert num_held + len(drafter._free_documents) == len(drafter._texts.documents) - len(drafter._last_drafts.lengths)
     for problem in drafter._problems.values():
-        ended = [rollout.read()[0].tolist() for rollout in drafter._archive.newest_first(problem.problem_id)]
+        ended = [rollout.tokens.tolist() for rollout in drafter.rollouts.of_problem(problem.problem_id)]
         for document in problem.pieces:
             start, length = drafter._texts.documents[document, :2].tolist()
             text = drafter._texts.tokens[start : start + length].tolist()
@@ -392,16 +392,11 @@ def test_a_finished_rollout_ends_where_the_engine_ended_it(prompt):
         engine.commit(request, [1, 9, 2, 9, 3])
         names = ("stop_token_ids", "min_tokens", "max_tokens")
         engine.stop(request, **dict(zip(names, trim, strict=False)))
-    assert [archived(a) for a in engine.drafter._archive.order] == list(cases.values())
-    for rollout in engine.drafter._archive.order:
-        for kept in (rollout.tokens, rollout.features, rollout.fields):
+    assert [rollout.read().tokens.tolist() for rollout in engine.drafter.rollouts.by_age] == list(cases.values())
+    for rollout in engine.drafter.rollouts.by_age:
+        for kept in (rollout.tokens, rollout.features):
             assert kept.untyped_storage().nbytes() == kept.nbytes, "what was sampled past the end takes memory"
     assert keep in engine.live
-
-
-def archived(rollout):
-    tokens, _, prompt_length = rollout.read()
-    return tokens[prompt_length:].tolist()
 
 
 def test_the_newest_rollouts_stay_on_the_host_and_come_back_first():
@@ -412,9 +407,9 @@ def test_the_newest_rollouts_stay_on_the_host_and_come_back_first():
         request = engine.start([0, 1])
         engine.commit(request, [5, 6, 7 + number])
         engine.stop(request)
-    kept = [rollout.read()[0].tolist() for rollout in drafter._archive.order]
+    kept = [rollout.tokens.tolist() for rollout in drafter.rollouts.by_age]
     assert kept == [[0, 1, 5, 6, 7 + number] for number in (1, 2, 3)]
-    assert not drafter._archive._copying, "what has arrived is no longer waited for"
+    assert not drafter.rollouts._arriving, "what has arrived is no longer waited for"
     drafter._evict_oldest()
     slot = engine.live[engine.start([0, 1])]
     drafter._publish()
@@ -459,7 +454,7 @@ def test_requests_without_a_prompt_leave_nothing_behind():
         engine.commit(request, [1, 2, 1])
         engine.stop(request)
         engine.drafter.check_integrity()
-    assert not engine.drafter._archive.order
+    assert not engine.drafter.rollouts.by_age
     assert not engine.drafter._problems
     assert engine.drafter._pool.gaps == [(0, engine.drafter._texts.tokens.numel())]
 
@@ -495,8 +490,8 @@ def test_long_prompts_are_kept_as_far_as_contexts_reach():
     engine.commit(request, [1, 2, 3])
     engine.stop(request)
     engine.drafter.check_integrity()  # what came before is free again
-    (rollout,) = engine.drafter._archive.order
-    assert rollout.read()[0].tolist() == [*prompt[-32:], 1, 2, 3]
+    (rollout,) = engine.drafter.rollouts.by_age
+    assert rollout.tokens.tolist() == [*prompt[-32:], 1, 2, 3]
     engine.commit(sibling, [1])
     engine.assert_same_drafts()
 
@@ -749,19 +744,18 @@ def test_recorded_rollouts_draft_in_another_drafter_as_in_their_own():
     early = first.start([1, 2], problem_id=4)
     first.commit(early, [3])
     first.stop(early)
-    assert first.drafter.take_recorded(wait=True) == [], "nobody wanted it"
-    first.drafter.record_rollouts()
+    assert first.drafter.rollouts.take_recorded(wait=True) == [], "nobody wanted it"
+    first.drafter.rollouts.is_recording = True
     kept, dropped = first.start([1, 2], problem_id=4), first.start([1, 2], problem_id=4)
     first.commit(kept, said)
     first.commit(dropped, [3])
     first.stop(kept)
     first.stop(dropped, keep=False)
-    first.drafter.record_rollouts()  # twice is no different from once
-    (recorded,) = first.drafter.take_recorded()
+    (recorded,) = first.drafter.rollouts.take_recorded()
     assert recorded.context.tolist() == [1, 2]
     assert recorded.tokens.tolist() == said
     assert recorded.problem_id == 4
-    assert first.drafter.take_recorded() == []
+    assert first.drafter.rollouts.take_recorded() == []
     for is_live in (False, True):
         second = Engine()
         if not is_live:
@@ -771,7 +765,7 @@ def test_recorded_rollouts_draft_in_another_drafter_as_in_their_own():
             second.drafter.add_rollouts([recorded])
         second.commit(request, said[:3])
         second.drafter.check_integrity()
-        assert second.drafter.take_recorded() == []
+        assert second.drafter.rollouts.take_recorded() == []
         assert second.propose()[1][0, :3].tolist() == said[3:6]
         summary = second.drafter.history_summary()
         assert (summary["rollouts"], summary["tokens"], summary["requests_with_history"]) == (1, 7, 1 - is_live)
@@ -780,13 +774,13 @@ def test_recorded_rollouts_draft_in_another_drafter_as_in_their_own():
 def test_of_requests_that_say_nothing_nothing_is_recorded():
     """The host does not know that one is aborted before its first token. Of one that is not kept nothing is known."""
     engine = Engine()
-    engine.drafter.record_rollouts()
+    engine.drafter.rollouts.is_recording = True
     aborted, dropped = engine.start([1, 2]), engine.start([3], problem_id=4)
     engine.propose(num_sampled=torch.zeros(2, dtype=torch.int32))
     engine.drafter.stop_requests([EndedRequest(engine.live.pop(aborted), 4)])
     engine.stop(dropped, keep=False)
-    assert engine.drafter.take_recorded(wait=True) == []
-    assert not engine.drafter.knows(4)
+    assert engine.drafter.rollouts.take_recorded(wait=True) == []
+    assert not engine.drafter.rollouts.knows(4)
 
 
 def test_texts_that_move_together_move_to_where_none_of_them_is():

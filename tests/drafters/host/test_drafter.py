@@ -297,7 +297,7 @@ def test_history_is_bounded_and_the_oldest_rollouts_go_first():
         recorder.start(str(i), [i % 5], [*rng.integers(0, 50, int(rng.integers(80))), 60 + i])
         recorder.stop(str(i))
         recorder.check()
-        kept = [recorder._texts[request.document].tokens[-1] - 60 for request in recorder.drafter._finished]
+        kept = [recorder._texts[request.document].tokens[-1] - 60 for request in recorder.drafter.rollouts.by_age]
         assert kept == list(range(i + 1 - len(kept), i + 1)) != []
         most = max(most, recorder.drafter._store.num_used_pages)
     assert most == 12
@@ -334,7 +334,7 @@ def test_memory_is_used_again(index):
         if i >= 100:
             sizes.add(recorder.drafter.memory_bytes())
     assert len(sizes) == 1
-    assert len(recorder.drafter._problem_users) < 100
+    assert len(recorder.drafter._problems) < 100
 
 
 def test_memory_includes_the_tree_of_all_problems():
@@ -425,7 +425,7 @@ class LifeCycle(RuleBasedStateMachine):
     def everything_is_in_its_place(self):
         self.recorder.check()
         drafter = self.recorder.drafter
-        assert not drafter._finished or drafter._store.num_used_pages <= self.MAX_PAGES
+        assert not drafter.rollouts.by_age or drafter._store.num_used_pages <= self.MAX_PAGES
         texts = self.recorder.texts().values()
         contexts = [[0], [1, 2], [2, 0, 1, 0]]
         for text in list(texts)[-3:]:
@@ -460,8 +460,8 @@ def test_recorded_rollouts_draft_in_another_drafter_as_in_their_own(index):
     first, second = make(index), make(index)
     first.start("before", prompt, tokens=[1, 2], problem_id=5)
     first.stop("before")
-    assert first.drafter.take_recorded() == [], "nobody wanted it"
-    first.drafter.record_rollouts()
+    assert first.drafter.rollouts.take_recorded() == [], "nobody wanted it"
+    first.drafter.rollouts.is_recording = True
     for number, tokens in enumerate(rollouts):
         first.start(str(number), prompt, problem_id=5)
         first.extend(str(number), tokens, known if number == 1 else None)
@@ -471,12 +471,12 @@ def test_recorded_rollouts_draft_in_another_drafter_as_in_their_own(index):
     first.stop("unknown")
     first.start("aborted", prompt, tokens=[1, 2], problem_id=5)
     first.stop("aborted", keep=False)
-    recorded = first.drafter.take_recorded()
+    recorded = first.drafter.rollouts.take_recorded()
     assert [rollout.tokens.tolist() for rollout in recorded] == [tokens.tolist() for tokens in rollouts]
     assert all(rollout.context.tolist() == prompt[-MAX_DEPTH:].tolist() for rollout in recorded)
     assert all(rollout.problem_id == 5 for rollout in recorded)
     assert (recorded[1].features == known).all()
-    assert first.drafter.take_recorded() == []
+    assert first.drafter.rollouts.take_recorded() == []
     second.add(Rollout(5, prompt[-MAX_DEPTH:], np.array([1, 2], np.int32)))
     for rollout in recorded:
         second.add(rollout)
@@ -500,13 +500,15 @@ def test_a_load_of_more_than_fits_takes_no_more_memory_than_fits(index, monkeypa
     assert together.drafter._store.num_pages == num_pages
     for rollout in rollouts:
         one_by_one.add(rollout)
-    kept = [[d._store.text(r.document).tolist() for r in d._finished] for d in (one_by_one.drafter, together.drafter)]
+    kept = [
+        [d._store.text(r.document).tolist() for r in d.rollouts.by_age] for d in (one_by_one.drafter, together.drafter)
+    ]
     assert kept[0] == kept[1] == tokens[-10:].tolist()
     with pytest.raises(ValueError, match="negative"):
         together.drafter.add_rollouts([rollouts[0], rollouts[1]._replace(tokens=-tokens[1])])
     with pytest.raises(ValueError, match="features of 32 tokens"):
         together.drafter.add_rollouts([rollouts[0], rollouts[1]._replace(features=no_features(3))])
-    assert [together.drafter._store.text(r.document).tolist() for r in together.drafter._finished] == kept[0]
+    assert [together.drafter._store.text(r.document).tolist() for r in together.drafter.rollouts.by_age] == kept[0]
 
 
 @both_indexes

@@ -53,7 +53,7 @@ def test_other_ranks_take_rollouts_of_the_first(tmp_path, monkeypatch):
     drafter.extend("a", [4, 5, 6])
     drafter.stop_request("a")
     keeper.exchange()
-    assert not drafter.take_recorded(), "nothing piles up for a folder that this rank does not write"
+    assert not drafter.rollouts.take_recorded(), "nothing piles up for a folder that this rank does not write"
 
 
 def test_a_folder_that_cannot_be_used_costs_a_warning_and_not_the_run(tiny_model, tmp_path, caplog):
@@ -73,7 +73,7 @@ def test_a_drafter_that_raises_in_the_end_keeps_nothing_from_being_written(tiny_
     llm = build(tiny_model, **engine_kwargs(history_dir=str(tmp_path / "history")))
     generate(llm, mixed_params(3))
     session = session_of(llm)
-    monkeypatch.setattr(session.drafter, "take_recorded", lambda **options: 1 / 0)
+    monkeypatch.setattr(session.drafter.rollouts, "take_recorded", lambda **options: 1 / 0)
     session.close()
     assert len(rollouts_in(tmp_path / "history")) == 3
     assert not session.is_learning

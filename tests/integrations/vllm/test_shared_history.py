@@ -193,7 +193,7 @@ def test_rollouts_are_written_once_and_other_engines_recognise_their_prompts(ran
 def test_in_the_end_what_is_still_being_copied_from_the_device_is_waited_for(ranks, tmp_path):
     rank, _ = ranks(tmp_path)
     rank.history.load()
-    rank.drafter.take_recorded = lambda *, wait=False: [rollout(1)] if wait else []
+    rank.drafter.rollouts.take_recorded = lambda *, wait=False: [rollout(1)] if wait else []
     rank.history.exchange()
     rank.history.close()
     assert [found.problem_id for found in rollouts_in(tmp_path)] == [1]
@@ -206,9 +206,9 @@ def test_what_a_drafter_has_dropped_is_read_again_when_its_problem_comes_back(ra
     assert rank.take(1) == [(1, 0)]
     assert rank.take(1) == []
     assert rank.take(2) == [(2, 0)]
-    assert not rank.drafter.knows(1)
+    assert not rank.drafter.rollouts.knows(1)
     assert rank.take(1) == [(1, 0)]
-    assert rank.drafter.knows(1)
+    assert rank.drafter.rollouts.knows(1)
     assert rank.take(1) == []
 
 
