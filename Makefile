@@ -29,7 +29,7 @@ install-cpu:
 	@$(PART) 'rollout_spec with TRL' $(PYTHON) -m pip install -e '.[trl]'
 	@echo installed
 
-.PHONY: install-cpu demo real-policy test test-all test-fast timings test-vllm test-recurrent test-oldest test-ppo test-frameworks check bench clean
+.PHONY: install-cpu demo real-policy test test-all test-fast test-vllm test-recurrent test-oldest test-ppo test-frameworks check bench clean
 demo: $(READY)
 	$(BIN)/python -m examples.demo
 
@@ -37,13 +37,9 @@ demo: $(READY)
 real-policy: $(REAL_POLICY)
 	$(BIN)/python -m experiments.real_policy --out real_policy
 
-# What is not marked `exhaustive`: five minutes or so on two cores. What files took is in .timings afterwards.
+# What is not marked `exhaustive`: five minutes or so on two cores.
 test: $(READY)
 	$(BIN)/python tests/both_runners.py -m 'not exhaustive'
-
-# After both targets, on a quiet machine: files and slowest tests, for the reader and for the order of the next run.
-timings:
-	cat .timings/v1.txt .timings/v2.txt .timings/exhaustive.txt > tests/TIMINGS.txt
 
 # What `make test` leaves out: servers, signals, more random lives of engines, and the tests of kernels again. `make
 # test` emulates compiled kernels in one order, for Hopper. Here they are also watched for races, and compiled for
@@ -51,7 +47,7 @@ timings:
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 KERNEL_TESTS := tests/verify tests/drafters/device tests/drafters/model
 test-all: $(READY)
-	$(PYTEST) -m exhaustive --timings .timings/exhaustive.txt
+	$(PYTEST) -m exhaustive --durations=20
 	VLLM_USE_V2_MODEL_RUNNER=1 $(PYTEST) -m exhaustive tests/runners
 	FUZZING=5 $(PYTEST) tests/drafters/host tests/drafters/test_isolation.py tests/runners/test_engine_life.py
 	FUZZING=5 VLLM_USE_V2_MODEL_RUNNER=1 $(PYTEST) tests/runners/test_engine_life.py
@@ -114,4 +110,4 @@ bench: $(READY)
 	test -z '$(TRACES)' || $(BIN)/python -m experiments.drafting.bench_draft $(TRACES) --out $(RESULTS)/bench_draft.jsonl
 
 clean:
-	rm -rf install.log .timings .venv .venv-vllm-* .venv-oldest .venv-ppo .venv-frameworks build *.egg-info
+	rm -rf install.log .v2.log .venv .venv-vllm-* .venv-oldest .venv-ppo .venv-frameworks build *.egg-info

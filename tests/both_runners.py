@@ -2,8 +2,7 @@
 
     python tests/both_runners.py [options of pytest]
 
-What files and slow tests took is written to `.timings/v1.txt` and `.timings/v2.txt`. On two cores, three processes
-run tests: some tests wait.
+On two cores, three processes run tests: some tests wait.
 """
 
 from __future__ import annotations
@@ -13,33 +12,27 @@ import subprocess
 import sys
 from pathlib import Path
 
-FOLDER = Path(".timings")
-IN_ORDER = ("--dist", "loadfile", "--no-loadscope-reorder")  # that of `timings.longest_first`
+LOG = Path(".v2.log")
+IN_ORDER = ("--dist", "loadfile", "--no-loadscope-reorder")  # that of `tests/conftest.py`
 
 
-def start(name: str, num_processes: int, *options: str, **arguments) -> subprocess.Popen:
-    timings = FOLDER / f"{name}.txt"
-    timings.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-n", str(num_processes), *IN_ORDER, "--timings", str(timings), *options]
+def start(num_processes: int, *options: str, **arguments) -> subprocess.Popen:
+    command = [sys.executable, "-m", "pytest", "-n", str(num_processes), *IN_ORDER, "--durations=20", *options]
     return subprocess.Popen(command, **arguments)
 
 
 def main(*options: str) -> int:
     """The number of runs that failed. What V2 prints is shown at the end, and only if it has failed."""
-    FOLDER.mkdir(exist_ok=True)
-    log, environment = FOLDER / "v2.log", {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1"}
-    with log.open("w") as output:
-        v1 = start("v1", 2, *options)
-        v2 = start("v2", 1, *options, "tests/runners", env=environment, stdout=output, stderr=subprocess.STDOUT)
+    environment = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    with LOG.open("w") as output:
+        v1 = start(2, *options)
+        v2 = start(1, *options, "tests/runners", env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
             failed = [run for run in (v1, v2) if run.wait()]
         except KeyboardInterrupt:  # which both have got, too
             failed = [run for run in (v1, v2) if run.wait()]
-    if v2 in failed:
-        print(f"\n{log}:\n\n{log.read_text()}")
-    for name in ("v1", "v2"):
-        timings = FOLDER / f"{name}.txt"
-        print(f"{name}: {timings.read_text().splitlines()[0] if timings.exists() else 'pytest itself failed'}")
+    said = LOG.read_text()
+    print(f"\nV2:\n\n{said}" if v2 in failed else f"V2: {said.strip().rpartition(chr(10))[2]}")
     return len(failed)
 
 

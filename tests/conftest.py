@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import wrapt
 
-from tests import timings
 from tests.emulation import run_kernels
 
 run_kernels()
@@ -33,17 +32,23 @@ for name, value in {
     os.environ.setdefault(name, value)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    timings.add_option(parser)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    timings.configure(config)
+# What takes the most time starts first, so that all processes end at about the same time. `--durations` says what does.
+LONGEST = (
+    "runners/test_every_request",
+    "runners/test_every_parameter",
+    "vllm/test_engine.py",
+    "vllm/test_vllm_config",
+    "jit/test_warm_up",
+    "test_loop",
+    "runners/",
+    "integrations/",
+    "drafters/",
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
-        timings.longest_first(items)
+        items.sort(key=lambda item: next((i for i, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
 
 
 def free_port() -> int:

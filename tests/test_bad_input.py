@@ -21,7 +21,6 @@ pytest.importorskip("triton")  # for the drafter on the device
 from rollout_spec import RolloutSpecConfig, cli, engine_kwargs
 from rollout_spec.drafters import build_drafter, check_options
 from rollout_spec.drafters.host.drafter import HistoryDrafter
-from rollout_spec.drafters.registry import HISTORY_DRAFTER
 from rollout_spec.integrations.trainers.controller import EngineController
 from rollout_spec.integrations.vllm.commands import run_command
 from rollout_spec.integrations.vllm.config import read_environment
@@ -71,89 +70,38 @@ def generator(**options):
 CALLS = [
     # Options of an engine and of its drafter.
     (lambda: engine_kwargs(num_speculative_tokens=True), "num_speculative_tokens must be an int, got True"),
-    (lambda: engine_kwargs(drafter="devise"), "'device', 'history', 'lookahead', 'ngram', 'suffix']"),
-    (lambda: engine_kwargs(drafter_options={"max_draft_tokens": 3}), "drafter_options are features, max_history_tok"),
-    (lambda: engine_kwargs(drafter_options=[1]), "drafter_options must be a dict, got [1]"),
-    (lambda: engine_kwargs(history_dir=""), "history_dir must be a path or a URL, got ''"),
     (lambda: engine_kwargs(history_dir="x", speculation=False), "history_dir is set, but the engine keeps no history"),
     (lambda: engine_kwargs(history_dir="x", drafter="lookahead"), "drafter 'lookahead' has no history"),
     (lambda: engine_kwargs(history_dir="nowhere://x"), "history_dir 'nowhere://x' cannot be used"),
-    (lambda: engine_kwargs(max_history_dir_bytes=0), "max_history_dir_bytes must be at least 1, got 0"),
     (lambda: engine_kwargs(max_history_dir_bytes="4 gigs"), "max_history_dir_bytes '4 gigs' is no size, such as 500MB"),
-    (lambda: engine_kwargs(verify="ratio"), "verify must be one of ('sample', 'rejection'), got 'ratio'"),
-    (lambda: engine_kwargs(speculation=1), "speculation must be a bool, got 1"),
-    (lambda: engine_kwargs(speculative_config="mtp"), "speculative_config must be a dict, got 'mtp'"),
     (lambda: engine_kwargs(speculative_config={"method": "mtp"}), "speculative_config needs num_speculative_tokens"),
-    (lambda: engine_kwargs(speculative_config={**MTP, "method": "ngram"}), "'ngram', which cannot draft beside histo"),
     (lambda: engine_kwargs(speculative_config=MTP, speculation=False), "remove one of them"),
-    (lambda: engine_kwargs(num_speculative_tokens=np.float64(8)), "num_speculative_tokens must be an int, got"),
-    (lambda: engine_kwargs(num_speculative_tokens=10**400), "num_speculative_tokens must be from 1 to 128, got"),
     (lambda: engine_kwargs(num_speculative_tokens=Unprintable()), "num_speculative_tokens must be an int, got"),
-    (lambda: engine_kwargs(drafter=b"history"), "drafter must be a name or a dotted path, got b'history'"),
     (lambda: engine_kwargs(drafter_options={1: 2}), "drafter_options must have strings as keys, got 1"),
-    (lambda: engine_kwargs(history_dir=b"x"), "history_dir must be a path or a URL, got b'x'"),
-    (lambda: RolloutSpecConfig.from_dict({"num_speculative_token": 3}), "'num_speculative_token'; did you mean"),
-    (lambda: RolloutSpecConfig.from_dict([1]), "the rollout_spec config must be a dict, such as"),
-    (lambda: check_options("history", {"feature": 1}), "drafter_options are features, max_history_tokens; did"),
-    (lambda: check_options("history", {"min_survival": 0.1}), "'history' does not take 'min_survival': drafter_opt"),
-    (lambda: check_options("history", {"features": "yes"}), "features must be a bool, got 'yes'"),
     (lambda: check_options("history", {"max_history_tokens": 2**63}), "max_history_tokens must fit in 64 bits, got"),
-    (lambda: check_options("device", {"max_resident_tokens": 1e6}), "max_resident_tokens must be an int, got 1000000"),
-    (lambda: check_options("device", {"max_requests": 8}), "drafter_options are features, max_resident_tokens"),
-    (lambda: check_options(HISTORY_DRAFTER, {"depth": 3}), "does not take these drafter_options"),
     (lambda: check_options("tests.recurrent.drafter.Cut", {}), "missing a required argument: 'pattern'"),
     (lambda: build_drafter("history", min_survival=1), "min_survival must be in [0, 1), got 1"),
     (lambda: build_drafter("history", num_threads=1), "'num_threads' is gone, the drafter on the host runs in one"),
     (lambda: build_drafter("suffix", index="tree"), "index must be one of ('suffix', 'ngram'), got 'tree'"),
     (lambda: build_drafter("suffix", own_only=True, shared=True), "own_only and shared exclude each other"),
-    (lambda: build_drafter("ngram", shared=True), "finds the own problem only: leave shared out"),
-    (lambda: build_drafter("history", max_draft_tokens=10**9), "max_draft_tokens must be from 1 to 65536, got"),
-    (lambda: build_drafter("histori"), "did you mean 'history'?"),
     (lambda: build_drafter("device"), "drafter 'device' runs on the device, where the engine makes it"),
-    (lambda: build_drafter("a..b"), "unknown drafter 'a..b'"),
     (lambda: build_drafter("no_such.Drafter"), "drafter 'no_such.Drafter' cannot be imported: No module named"),
-    (lambda: build_drafter("rollout_spec.stats.Nothing"), "drafter 'rollout_spec.stats.Nothing' cannot be imported"),
     (lambda: build_drafter("rollout_spec.stats.REPORT_FORMAT"), "4 is not a callable object"),
-    (lambda: build_drafter("history", name=1), "unexpected keyword argument 'name'"),
     # What a trainer says.
     (lambda: EngineController(None), "config must be a RolloutSpecConfig, got None"),
     (lambda: controller(llm_kwargs=[("dtype", "float32")]), "llm_kwargs must be a dict of keyword arguments, got"),
-    (lambda: controller(logprob_tolerance=NAN), "logprob_tolerance must be at least 0, got nan"),
     (lambda: controller(compare_every=2), "compare_every must be at least 3, got 2"),
-    (lambda: controller(compare_every=True), "compare_every must be an int, got True"),
     (lambda: EngineController(NO_DRAFTS, compare_every=4), "compare_every compares with drafts, and speculation is Fa"),
-    (lambda: controller().begin_run(seed=2**63), "seed must fit in 64 bits, got 9223372036854775808"),
-    (lambda: controller().begin_run(seed=0, replica=-1), "replica must be at least 0, got -1"),
-    (lambda: controller().begin_step(-1), "step must be at least 0, got -1"),
-    (lambda: setattr(controller(), "enabled", 1), "enabled must be a bool, got 1"),
     (lambda: generator(logprob_tolerance=NAN), "logprob_tolerance must be at least 0, got nan"),
     # Requests, commands and the environment variable of an engine.
-    (lambda: request_options([]), "extra_args must be a dict, got []"),
-    (lambda: request_options({"rollout_spec": 3}), 'extra_args["rollout_spec"] must be a dict, got 3'),
-    (lambda: request_options({"rollout_spec": {"problem": 3}}), "did you mean 'problem_id'?"),
-    (lambda: request_options({"rollout_spec": {"problem_id": 2**64}}), "problem_id must be an integer from 0 to 2^64"),
-    (lambda: request_options({"rollout_spec_problem_id": "3"}), "problem_id must be an integer from 0 to 2^64 - 1"),
-    (lambda: request_options({"rollout_spec": {"keep_in_history": 2}}), "keep_in_history must be true or false, got 2"),
     (lambda: command("stat"), "got 'stat'; did you mean 'stats'?"),
-    (lambda: command(None), "the rollout_spec command must be one of ('config', 'stats', 'history'"),
     (lambda: command("stats", 1), "the rollout_spec command stats, got (1,): too many positional arguments"),
-    (lambda: command("set_enabled"), "command set_enabled, got (): missing a required argument: 'enabled'"),
     (lambda: command("set_enabled", 1), "set_enabled: its argument must be a bool, got 1"),
     (lambda: command("begin_policy_version"), "begin_policy_version is gone: drafts need not be told of new weights"),
-    (lambda: generator(llm_kwarg={}), "unknown rollout_spec config key 'llm_kwarg'; did you mean 'llm_kwargs'?"),
-    (lambda: variable("{"), "ROLLOUT_SPEC: Expecting property name"),
-    (lambda: variable("8"), "ROLLOUT_SPEC: it must be a JSON object. Got 8, an example is ROLLOUT_SPEC="),
-    (lambda: variable("9" * 5000), "an example is ROLLOUT_SPEC="),
-    (lambda: variable("[" * 100_000), "an example is ROLLOUT_SPEC="),
-    (lambda: variable('{"model": ["*"]}'), "unknown rollout_spec config key 'model'; did you mean 'models'?"),
     (lambda: variable('{"models": [1]}'), "ROLLOUT_SPEC: models must be a list of patterns, got [1]"),
-    (lambda: variable('{"budget": "no"}'), "ROLLOUT_SPEC: budget must be a bool, got 'no'"),
-    (lambda: variable('{"num_speculative_tokens": 0}'), "ROLLOUT_SPEC: num_speculative_tokens must be from 1 to 128"),
     # Noise.
     (lambda: noise.derive_seed(), "derive_seed needs at least one part"),
     (lambda: noise.derive_seed(1.5), "parts of derive_seed must be integers and strings, got 1.5"),
-    (lambda: noise.derive_seed("run", None), "parts of derive_seed must be integers and strings, got None"),
-    (lambda: noise.derive_seed(True), "parts of derive_seed must be integers and strings, got True"),
 ]
 
 
@@ -170,27 +118,16 @@ def test_a_call_that_is_refused(call, message):
 CALLS_OF_A_DRAFTER = [
     (lambda d: d.start_request(None, [1]), "req_id must be a string, got None"),
     (lambda d: d.start_request("a", [1]), "request 'a' is live already"),
-    (lambda d: d.start_request("new", "abc"), "prompt_token_ids must be one-dimensional integers from 0 to"),
     (lambda d: d.start_request("new", [-1]), "prompt_token_ids must be one-dimensional integers from 0 to"),
-    (lambda d: d.start_request("new", [2**31]), "prompt_token_ids must be one-dimensional integers from 0 to"),
     (lambda d: d.start_request("new", [5, True]), "prompt_token_ids must be one-dimensional integers from 0 to"),
-    (lambda d: d.start_request("new", np.array([True])), "prompt_token_ids must be one-dimensional integers from 0 to"),
-    (
-        lambda d: d.start_request("new", torch.tensor([1.5])),
-        "prompt_token_ids must be one-dimensional integers from 0 to",
-    ),
     (lambda d: d.start_request("new", [1], problem_id=-1), "problem_id must be at least 0, got -1"),
     (lambda d: d.start_request("new", [1], seed=2**63), "seed must fit in 64 bits, got 9223372036854775808"),
     (lambda d: d.start_request("new", [1, 2, 3], num_known=4), "num_known must be from 0 to the prompt's 3 tokens"),
-    (lambda d: d.start_request("new", [1], own_only=1), "own_only must be a bool, got 1"),
     (lambda d: d.extend("b", [1]), "request 'b' is not live: start_request comes first"),
-    (lambda d: d.extend("a", [2**31]), "new_token_ids must be one-dimensional integers from 0 to"),
     (lambda d: d.extend("a", [1], np.zeros((1, 3), np.int64)), "features of 1 tokens must be int64 [1, 4], got int64"),
     (lambda d: d.propose("a", [3]), "req_ids must be a list of strings, got 'a'"),
     (lambda d: d.propose(["a"], [3, 4]), "max_tokens must have shape [1], got int64 [2]"),
     (lambda d: d.propose(["a"], [0.5]), "max_tokens must be 1 integers, got float64 [1]"),
-    (lambda d: d.stop_request("b"), "request 'b' is not live: start_request comes first"),
-    (lambda d: d.stop_request("a", keep=1), "keep must be a bool, got 1"),
 ]
 
 
@@ -211,9 +148,7 @@ def test_a_call_of_a_drafter_that_is_refused_changes_nothing(call, message):
     [
         lambda: engine_kwargs(num_speculative_tokens=np.int32(8), drafter_options={"max_history_tokens": np.int64(5)}),
         lambda: engine_kwargs(drafter_options={"max_resident_tokens": 4096}),  # which "auto" takes on a GPU
-        lambda: build_drafter("history", min_survival=0, max_draft_tokens=np.int64(2), features=False),
         lambda: controller(logprob_tolerance=np.float32(0.1)).begin_run(seed=np.int64(-3), replica=np.int64(3)),
-        lambda: controller(logprob_tolerance=INF).begin_step(np.int64(3)),
         lambda: request_options({"rollout_spec": {"problem_id": np.uint64(2**64 - 1), "keep_in_history": 1.0}}),
         lambda: a_drafter().start_request("new", torch.tensor([1, 2]), problem_id=2**64 - 1, seed=-(2**63)),
         lambda: a_drafter().propose(["a"], [-5]),
@@ -227,9 +162,6 @@ def test_what_only_looks_strange_is_taken(call):
 
 FILES = {
     "empty": b"",
-    "binary": bytes(range(256)) * 40,
-    "utf16": '{"a": 1}'.encode("utf-16"),
-    "list": b"[1, 2]",
     "brackets": b"[" * 200_000,
     "old": b'{"format": 0}',
     "damaged": b'{"format": 4}',
@@ -237,15 +169,11 @@ FILES = {
 }
 COMMANDS = [
     ("doctor {empty}", "{empty} is no JSON: "),
-    ("doctor {binary}", "{binary} is no JSON: "),
     ("doctor {brackets}", "{brackets} is no JSON: "),
-    ("doctor {utf16}", "{utf16} has no report of rollout_spec"),
     ("doctor {old}", "{old} has a report of format 0, and 4 is read here"),
     ("doctor {damaged}", "{damaged} is damaged: KeyError('stats')"),
-    ("doctor {list}", "{list} has no report of rollout_spec"),
     ("doctor {folder}/missing", "No such file or directory: '{folder}/missing'"),
     ("doctor {folder}", "No such file or directory: '{folder}/rollout_spec.json'"),
-    ("doctor {loop}", "Too many levels of symbolic links: '{loop}'"),
 ]
 
 
@@ -255,8 +183,7 @@ def places(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     for name, content in FILES.items():
         (folder / name).write_bytes(content)
-    (folder / "loop").symlink_to(folder / "loop")
-    return {"folder": folder, **{name: folder / name for name in (*FILES, "loop")}}
+    return {"folder": folder, **{name: folder / name for name in FILES}}
 
 
 @pytest.mark.parametrize(("command", "message"), COMMANDS)
@@ -266,16 +193,6 @@ def test_a_command_that_is_refused(command, message, places, capsys):
     assert (printed, said.count("\n")) == ("", 1)
     assert said.startswith("rollout-spec: ")
     assert message.format_map(places) in said
-
-
-@pytest.mark.parametrize("words", ["", "nonsense", "serve m", "doctor x --device", "doctor x y", "doctor --plot x"])
-def test_words_that_are_no_command(words, capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.main(words.split())
-    assert end.value.code == 2
-    *usage, last = capsys.readouterr().err.splitlines()
-    assert usage[0].startswith("usage: rollout-spec")
-    assert "error: " in last
 
 
 def places_in(value, path=()):
@@ -337,11 +254,3 @@ def test_ctrl_c(capsys, monkeypatch):
     monkeypatch.setattr(cli.doctor, "run", interrupted)
     assert cli.main(["doctor"]) == 128 + signal.SIGINT
     assert capsys.readouterr().err == "rollout-spec: interrupted\n"
-
-
-@pytest.mark.slow
-def test_the_callback_without_its_packages():
-    hidden = "import sys; sys.modules['transformers'] = None; from rollout_spec import RolloutSpecGenerator"
-    last = run(before=hidden, stdout=-1).stderr.splitlines()[-1]
-    assert last.startswith("ImportError: RolloutSpecGenerator needs TRL")
-    assert "pip install 'rollout-spec[trl]'" in last

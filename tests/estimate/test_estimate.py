@@ -133,11 +133,9 @@ def again(rows, later):
 
 OVERLAPPING = {
     "each generation in the next step's log, too": lambda rows: [[*rows, *again(rows, 1)]],
-    "in those of the next two": lambda rows: [[*rows, *again(rows, 1), *again(rows, 2)]],
     "shuffled": lambda rows: [np.random.default_rng(1).permutation([*rows, *again(rows, 1)]).tolist()],
     "a file named twice": lambda rows: [rows, rows],
     "a file for each step, the last first": lambda rows: [[row] for row in [*again(rows, 2), *again(rows, 1), *rows]],
-    "two that overlap": lambda rows: [rows[:32], rows[16:]],
     "one within another": lambda rows: [rows[16:32], rows],
 }
 
@@ -152,14 +150,9 @@ def test_copies_in_logs_are_no_later_epochs(tmp_path, name):
     assert num_copies == sum(map(len, OVERLAPPING[name](rows))) - 48
 
 
-def test_copies_promise_no_gain(tmp_path, capsys):
-    rows, arguments = three_generations(), ["--gpu", "h100", "--model", "7b", "--requests", "4"]
-    found = []
-    for log in (rows, [*rows, *again(rows, 1)]):
-        path = write_log(tmp_path / "log.jsonl", log)
-        assert main(["estimate", path, *arguments, "--json", str(tmp_path / "x.json")]) == 0
-        found.append(json.loads((tmp_path / "x.json").read_text()))
-    assert found[0] == found[1]
+def test_the_command_leaves_copies_out(tmp_path, capsys):
+    rows = three_generations()
+    assert main(["estimate", write_log(tmp_path / "log.jsonl", [*rows, *again(rows, 1)])]) == 0
     assert "48 copies of rollouts are left out" in capsys.readouterr().err
 
 
@@ -263,12 +256,9 @@ def test_each_phase_begins_alike(step_seconds, num_drafted):
     [
         ([], [], "no rollouts"),
         ([{"prompt": "a", "completion": "b"}], [], "text needs --tokenizer"),
-        ([{"prompt_ids": [1], "completion_ids": []}], [], "the completion is empty"),
         (None, ["-k", "0"], "-k must be between 1 and"),
-        (None, ["--requests", "0"], "--requests must be positive"),
         (None, ["--gpu", "h100"], "--gpu needs --model: one of 1.5b, 7b"),
         (None, ["--gpu", "h100", "--model", "nowhere/config.json"], "--model must be one of"),
-        (None, ["--step-times", "missing.csv"], "No such file"),
         (None, ["--step-times", "times.csv"], "--step-times needs --gpu"),
         (None, ["--step-times", "times.csv", "--gpu", "h100", "-k", "5"], "of at most 4 draft tokens: give -k 4"),
     ],
@@ -291,12 +281,6 @@ def test_a_file_without_rollouts_does_not_keep_others_from_being_read(tmp_path, 
     shown = capsys.readouterr()
     assert shown.out.startswith("2 rollouts of 1 prompts")
     assert f"1 of 2 files are left out, first {bad}:1: the completion is empty" in shown.err
-
-
-def test_a_folder_of_logs_is_not_one_of_history(tmp_path, capsys):
-    write_log(tmp_path / "log.jsonl", [{"prompt_ids": [1], "completion_ids": [2, 3]}])
-    assert main(["estimate", str(tmp_path)]) == 2
-    assert "no rollouts, as history is kept; name log files one by one" in capsys.readouterr().err
 
 
 def test_one_rollout_and_a_torn_line_are_enough(tmp_path, capsys):
@@ -329,16 +313,9 @@ def test_sizes_of_a_model_follow_from_its_configuration(tmp_path):
     )
     for config, message in (
         ({**QWEN_7B, "layer_types": ["linear_attention", "full_attention"]}, "give --step-times"),
-        ({**QWEN_7B, "kv_lora_rank": 512}, "give --step-times"),
         ({"hidden_size": 8}, "no config.json of a transformer"),
-        ({**QWEN_7B, "num_attention_heads": math.nan}, "num_attention_heads must be an int, got nan"),
-        ({**QWEN_7B, "num_attention_heads": 0}, "num_attention_heads must be from 1 to"),
-        ({**QWEN_7B, "num_key_value_heads": 0}, "num_key_value_heads must be from 1 to"),
-        ({**QWEN_7B, "hidden_size": -1}, "hidden_size must be from 1 to"),
         ({**QWEN_7B, "vocab_size": math.inf}, "vocab_size must be an int, got inf"),
         ({**QWEN_30B_A3B, "num_experts_per_tok": 129}, "num_experts_per_tok must be from 1 to 128, got 129"),
-        ({**QWEN_30B_A3B, "num_experts": -1}, "num_experts must be from 1 to"),
-        ([], "no config.json of a transformer"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(ValueError, match=message):
@@ -366,9 +343,6 @@ def test_measured_times_are_interpolated(tmp_path):
             (STEP_TIMES.replace("12.0", ms), f"row 2: median_ms must be positive and finite, got {ms}")
             for ms in NO_TIMES
         ),
-        (STEP_TIMES.replace("a,8,256,0", "a,0,256,0"), "row 2: requests must be from 1 to"),
-        (STEP_TIMES.replace("a,8,256,0", "a,8,-1,0"), "row 2: context must be from 0 to"),
-        (STEP_TIMES.replace("a,8,256,0", "a,8,256,-1"), "row 2: num_speculative_tokens must be from 0 to"),
         (STEP_TIMES + "b,1,256,0,9.0\n", "step times of a, b: name one"),
         ("\n".join(line for line in STEP_TIMES.splitlines() if ",4," not in line), "and with some"),
         (STEP_TIMES.replace("median_ms", "ms"), "has not the columns"),

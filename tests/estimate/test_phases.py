@@ -44,14 +44,6 @@ def phase(*args, **kwargs):
     return sum_up(run(*args, **kwargs))
 
 
-def test_without_drafts_a_phase_takes_its_steps():
-    rollouts = phase_rollouts()
-    result, sizes = phase(fixed(0), FLAT, rollouts, batch=len(rollouts)), [r.token_ids.size for r in rollouts]
-    assert result.steps == result.seconds == max(sizes) - 1  # the first token comes with the prompt
-    assert result.tokens == sum(sizes)
-    assert result.drafted == 0
-
-
 def test_the_budget_pays_where_tokens_are_free_and_stays_out_where_they_are_not():
     rollouts, others = phase_rollouts(), phase_rollouts(seed=1)
     for cost in (FLAT, STEEP):
@@ -83,22 +75,3 @@ def test_a_step_takes_what_its_requests_cost_and_more_than_the_host():
     verifying = cost._replace(verify_seconds=7.0)
     assert [verifying.whole_step(4, 0), verifying.whole_step(4, 8)] == pytest.approx([44, 52 + 7])
     assert cost._replace(draft_call_seconds=3.0, draft_seconds=0.5).drafting(4) == 5
-
-
-def test_drafting_takes_longer():
-    rollouts = phase_rollouts()
-    for k in (0, 4):
-        for step in run(fixed(k), FLAT._replace(draft_seconds=0.1), rollouts, batch=2):
-            assert step.draft_seconds == pytest.approx(0.1 * step.num_requests * (k > 0))
-
-
-def test_rollouts_of_one_token_take_no_step():
-    rollouts = phase_rollouts(1, 3, 30)
-    short = [rollout._replace(token_ids=rollout.token_ids[:1]) for rollout in rollouts]
-    assert run(fixed(0), FLAT, short) == []
-    assert phase(fixed(4), FLAT, short + rollouts).tokens == 3 + sum(r.token_ids.size for r in rollouts)
-
-
-def test_beyond_its_end_a_curve_goes_on_as_its_upper_half():
-    cost = EngineCost(np.array([1.0, 10, 20, 30]), np.array([1.0, 1, 2, 2]))
-    assert (cost.step(15), cost.step(50)) == (1.5, pytest.approx(3.0))

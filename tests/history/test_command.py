@@ -131,18 +131,9 @@ def test_stats_and_prune(history, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "num_bytes"),
-    [("7", 7), ("7B", 7), ("1.5k", 1500), ("20 MB", 20 * 10**6), ("2GB", 2 * 10**9), ("1T", 10**12)],
-)
-def test_sizes_have_decimal_units(size, num_bytes):
-    assert command._num_bytes(size) == num_bytes
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["stats", "HERE/nothing"], "there is no history here"),
-        (["stats", "nowhere://x"], "cannot be used"),
         (["prune", "HERE/nothing"], "the following arguments are required: --max-bytes"),
         (["prune", "HERE", "--max-bytes", "7 apples"], "'7 apples' is no size, such as 500MB or 2GB"),
         (["prune", "HERE", "--keep-versions", "2"], "--keep-versions: is gone, as files are ordered by time: use"),
@@ -150,7 +141,6 @@ def test_sizes_have_decimal_units(size, num_bytes):
         (["import", "HERE/empty", "--into", "HERE/h", "--tokenizer", "x"], "nothing was imported"),
         (["import", "HERE/empty", "--into", "HERE/h"], "--tokenizer"),
         (["import", "HERE", "--into", "HERE/h", "--tokenizer", "x"], "is a directory: name its files"),
-        (["show", "HERE"], "invalid choice: 'show'"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_status_2(history, tmp_path, capsys, arguments, message):

@@ -104,30 +104,6 @@ def test_history_joins_a_frameworks_own_drafter_with_a_model(tiny_model, monkeyp
     assert "drafted by 'device' and the model of 'draft_model' on the device" in line
 
 
-@pytest.mark.parametrize(
-    ("situation", "reason"),
-    [
-        ({"variable": "0"}, "VLLM_USE_V2_MODEL_RUNNER=0"),
-        ({"options": {"drafter": "suffix"}}, "V2 does not have drafter='suffix', which is on the host"),
-        ({"compilation_config": {"mode": 1}}, "V2 does not have stock torch.compile"),
-    ],
-)
-def test_a_model_drafter_beside_history_is_refused_in_v1(make, tiny_model, situation, reason):
-    options = {
-        "speculative_config": {"method": "draft_model", "model": str(tiny_model), "num_speculative_tokens": 2},
-        **situation.get("options", {}),
-    }
-    message = rf"beside history in the V2 .* has V1 .{reason}.: leave out speculative_config, .* or rollout_spec, and"
-    with pytest.raises(ValueError, match=message):
-        make(**{**situation, "options": options})
-
-
-def test_a_drafter_on_the_host_is_refused_in_v2(make):
-    message = "drafter='ngram' is on the host and needs vLLM's V1 .*: unset VLLM_USE_V2_MODEL_RUNNER, or leave drafter"
-    with pytest.raises(ValueError, match=message):
-        make({"drafter": "ngram"}, variable="1")
-
-
 @pytest.mark.parametrize(("max_num_seqs", "k"), [(1, 7), (16, 7), (64, 3), (256, 1), (1024, 1)])
 @pytest.mark.parametrize(("is_moe", "schedule"), [(False, None), (True, None), (False, [(1, 9, 8)])])
 def test_data_parallel_engines_have_one_k(make, monkeypatch, max_num_seqs, k, is_moe, schedule):
@@ -153,13 +129,6 @@ def test_data_parallel_engines_have_one_k(make, monkeypatch, max_num_seqs, k, is
     assert sum("as data-parallel engines need one K" in line for line in lines) == 1
     every = make({"budget": False}, data_parallel_size=2, max_num_seqs=max_num_seqs)
     assert every.speculative_config.num_speculative_tokens == 8
-
-
-def test_an_engine_keeps_its_drafter_when_its_configuration_is_completed_again(make):
-    vllm_config = make()
-    vllm_config.__post_init__()
-    assert config_of(vllm_config).drafter == "device"
-    assert vllm_config.speculative_config.method == "ngram_gpu"
 
 
 @pytest.mark.parametrize("expected", ["device", "history"])
@@ -212,8 +181,3 @@ def test_a_schedule_for_a_mixture_of_experts(make, monkeypatch, num_experts, use
     monkeypatch.setattr(hooks, "share_of_experts", lambda vllm_config: share)
     ranges = make().speculative_config.num_speculative_tokens_per_batch_size
     assert ranges == step_sizes.affordable_ranges(8, share_of_experts=share)
-
-
-def test_ranges_are_said_in_words():
-    said = engine_config.shown_ranges(step_sizes.affordable_ranges(8, share_of_experts=1 / 16))
-    assert said == "7 from 1 request on, 3 from 193 requests on, 1 from 385 requests on, 0 from 769 requests on"

@@ -64,21 +64,10 @@ def test_the_whole_vocabulary_is_checked(monkeypatch):
     assert 5000 in widths
 
 
-def test_its_rows_are_of_all_kinds():
-    lengths = [K, 0, 1, 2, 3, 1, 2, 3]
-    batch = self_check.random_batch(torch.Generator().manual_seed(0), lengths, VOCAB, torch.bfloat16, 5.0)
-    result = reference.verify(*batch)
-    last = result.output_token_ids.gather(1, result.num_accepted.long()[:, None])
-    assert (last < 0).flatten().tolist() == [False] * 5 + [True] * 3
-    assert result.num_broken_rows.tolist() == [0] * 6 + [1] * 2
-    assert 0 < result.num_accepted[:5].sum() < sum(lengths[:5])
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (with_first("target_token_ids", lambda token: (token + 1) % VOCAB), "token of row 0"),
-        (with_first("target_token_ids", lambda token: -1), "token of row 0"),
         (with_first("output_token_ids", lambda token: token + 1), "output_token_ids is"),
         (with_first("logprobs", lambda logprob: logprob + 0.01), "log-probability of row 0"),
         (with_first("ranks", lambda rank: rank + 300), "rank of row 0"),
@@ -152,10 +141,3 @@ def test_the_doctor_prints_verdicts(is_sound, capsys, plant):
     printed = capsys.readouterr().out
     assert printed.count("ok ") == 6 * is_sound
     assert printed.count("problem  ") == 6 * (not is_sound)
-
-
-def test_one_fault_of_several_checks_is_enough(monkeypatch, capsys):
-    faults = iter([None, "a token", None, None, None, None])
-    monkeypatch.setattr(self_check, "find_fault", lambda device, **options: next(faults))
-    assert doctor.check_device(CPU, 64) == 1
-    assert capsys.readouterr().out.count("problem") == 1

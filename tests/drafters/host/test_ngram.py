@@ -38,18 +38,6 @@ def test_the_newest_occurrence_comes_first(texts, prompt):
                     assert found[0] == (newest, min(len(context), MAX_DEPTH))
 
 
-def test_a_bucket_keeps_the_newest_positions_of_a_context():
-    recorder = Recorder("ngram")
-    recorder.start("a", [], [0] * (3 * WAYS), problem_id=7)
-    recorder.drafter._flush()
-    document = recorder.drafter._live["a"].document
-    for order in ORDERS:
-        places = [place for place, _ in recorder.table_candidates(recorder.problem("a"), [0] * LONG_ORDER, order)]
-        newest = [(document, 3 * WAYS - 1 - i) for i in range(WAYS)]
-        assert places == newest[: len(places)]
-        assert places or order != SHORT_ORDER
-
-
 def test_problems_are_apart_where_their_entries_look_the_same():
     """In a table of one bucket every sixtieth problem or so has the same tag."""
     recorder = Recorder("ngram")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from rollout_spec.drafters.host.constants import ENOUGH_CANDIDATES, MAX_CANDIDATES
 from rollout_spec.drafters.host.suffix import MAX_WALK
-from tests.drafters.recorder import SLOW, Recorder
+from tests.drafters.recorder import Recorder
 
 
 def test_the_newest_of_equal_matches_is_among_the_candidates():
@@ -48,20 +47,6 @@ def test_regular_texts_do_not_hide_matches(text):
     recorder.drafter.check_integrity()
     recorder.stop("a", keep=False)
     recorder.check()
-
-
-def test_the_longest_match_is_found_in_a_large_history_with_many_removals():
-    rng = np.random.default_rng(0)
-    recorder = Recorder()
-    size = 3 if SLOW else 30
-    for i in range(2 * size):
-        recorder.start(str(i), [1, 2], rng.integers(0, 2, 150), problem_id=7)
-        if i % 3 == 1:
-            recorder.stop(str(i - 1), keep=False)
-    recorder.drafter.check_integrity()
-    for _ in range(10):
-        recorder.check_tree(recorder.problem("1"), rng.integers(0, 2, 40).tolist())
-        recorder.check_tree(recorder.problem("1"), recorder.context("1")[: rng.integers(1, 152)])
 
 
 def test_other_problems_are_found_behind_ones_own():

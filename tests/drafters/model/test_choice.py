@@ -145,31 +145,3 @@ def _by_cell(counts):
         for s, p, b in np.ndindex(*table.shape[:3])
         if table[s, p, b, 0]
     }
-
-
-class One:
-    """A sampled request for which a model drafts 6 7 8 and says that each has probability 0.9, and history 5."""
-
-    def __init__(self):
-        self.device, self.length = DeviceChoice(1, K, M, torch.device("cpu")), 1
-        self.texts, self.num_sampled = torch.zeros(1, 1000, dtype=torch.int32), 1
-
-    def step(self, *said):
-        """Whether the model's draft is chosen; then these tokens follow."""
-        slots, history = torch.zeros(1, dtype=torch.int32), torch.zeros(1, K)
-        history[0, 0] = 0.6
-        model = torch.tensor([[6, 7, 8]]), torch.full((1, M), 0.9)
-        state = slots + self.num_sampled, self.texts, slots + self.length, torch.ones(1)
-        is_model = self.device.choose(slots, *state, (torch.full((1, K), 5), history), model)[2]
-        self.texts[0, self.length : self.length + len(said)] = torch.tensor(said, dtype=torch.int32)
-        self.num_sampled = len(said)
-        self.length += len(said)
-        return bool(is_model)
-
-
-def test_a_model_that_is_never_right_is_no_longer_chosen_until_it_is_right_again():
-    one = One()
-    chosen = [one.step(5) for _ in range(40)]
-    assert (chosen[0], chosen[-1]) == (True, False)
-    assert one.device.model_counts() == (39, 0)
-    assert True in [one.step(6, 7, 8) for _ in range(80)]

@@ -204,13 +204,3 @@ def test_log_probabilities_of_a_truncated_distribution_are_warned_of(tmp_path, s
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, **settings)
     with nullcontext() if warns is None else pytest.warns(UserWarning, match=f"^{warns}.*ratios are biased"):
         _warn_of_truncation(args)
-
-
-@pytest.mark.parametrize("training", [None, True, False])
-@pytest.mark.parametrize("evaluating", [True, False])
-def test_who_says_that_an_evaluation_is_generated(training, evaluating):
-    """The model's mode, or who generates one with a model in training mode, as `PPOTrainer` does."""
-    generator = RolloutSpecGenerator()
-    generator.model = None if training is None else SimpleNamespace(training=training)
-    generator.evaluating = evaluating
-    assert generator.is_evaluating() == (evaluating or training is False)

@@ -13,14 +13,12 @@ from transformers import AutoTokenizer
 
 from rollout_spec import RolloutSpecConfig, engine_kwargs
 from rollout_spec.cli import main
-from rollout_spec.doctor import explain, read_report
 from rollout_spec.drafters import build_drafter
 from rollout_spec.history.problems import Problems
 from rollout_spec.history.rollout import Rollout
 from rollout_spec.integrations.vllm import engine_history
 from tests.history.made_up import rollouts_in
 from tests.integrations.engines import build, generate, history_of, mixed_params, session_of, verify_all
-from tests.integrations.trainers import Compared, make_trainer
 
 pytestmark = pytest.mark.engine
 
@@ -77,26 +75,3 @@ def test_a_drafter_that_raises_in_the_end_keeps_nothing_from_being_written(tiny_
     session.close()
     assert len(rollouts_in(tmp_path / "history")) == 3
     assert not session.is_learning
-
-
-def test_a_resumed_trainer_drafts_from_what_was_sampled_before(tiny_model, tmp_path, monkeypatch):
-    lines = []
-    monkeypatch.setattr("rollout_spec.integrations.trainers.trl.tell", lines.append)
-    first = Compared(history_dir=True)
-    make_trainer(tiny_model, tmp_path, [first], max_steps=2).train()
-    session_of(first.llm).engine_history.close()
-    kept = rollouts_in(tmp_path / "rollout_spec_history")
-    # Everything is generated twice, the second time without drafting, which leaves no history.
-    texts = [rollout.tokens.tolist() for rollout in kept]
-    assert sorted(texts) == sorted(first.rollouts)
-    resumed = Compared(history_dir=True)
-    trainer = make_trainer(tiny_model, tmp_path, [resumed], max_steps=1)
-    assert history_of(resumed.llm)["rollouts"] == len(texts) == 16
-    trainer.train()
-    begins = [line for line in lines if "history begins with" in line]
-    assert [line.split("with ")[1] for line in begins] == [
-        "0 rollouts, 0 tokens",
-        f"16 rollouts, {sum(map(len, texts))} tokens",
-    ]
-    page = explain(read_report(tmp_path / "rollout_spec.json"))
-    assert "requests had a prompt that was in it\nIts folder: 16 rollouts read, " in page

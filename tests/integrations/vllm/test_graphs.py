@@ -110,7 +110,6 @@ def test_steps_without_room_for_all_drafts_are_named(vllm_config, remarks):
     [
         ({}, {}, {}, 512 * 9),
         ({"max_num_seqs": 8}, {}, {}, 4096),
-        ({"max_num_seqs": None}, {}, {}, 4096),
         ({}, {}, {"max_num_batched_tokens": 2048}, 2048),
         ({}, {"speculation": False}, {}, 4096),
         ({"max_num_batched_tokens": None}, {}, {}, None),

@@ -9,7 +9,7 @@ import pytest
 from rollout_spec import engine_kwargs
 from rollout_spec.integrations.vllm import config, plugin
 from rollout_spec.integrations.vllm.config import OUR_SCHEDULE, config_of
-from rollout_spec.integrations.vllm.hooks import collective_rpc, init_scheduler
+from rollout_spec.integrations.vllm.hooks import init_scheduler
 from rollout_spec.measured_schedule import MeasuredSchedule
 from tests.integrations.engines import build
 
@@ -63,15 +63,6 @@ def test_a_hook_may_fail_in_any_way_that_a_changed_vllm_has(monkeypatch, error):
     asking = SimpleNamespace(additional_config=NOISE_ONLY, speculative_config=None)
     with pytest.raises(RuntimeError, match=r"in vllm\.runners, it is gone\. Install"):
         config_of(asking)
-
-
-@pytest.mark.parametrize("method", ["update_max_model_len", "rollout_spec", len])
-def test_calls_before_there_is_a_scheduler_are_left_alone(method):
-    """As vLLM makes where it chooses `max_model_len` itself, of engines that are not ours, too."""
-    core = SimpleNamespace(asked=[])
-    answer = collective_rpc(lambda self, *args: self.asked.append(args) or ["done"], core, method, args=("report",))
-    assert answer == ["done"]
-    assert core.asked == [(method, None, ("report",), None)]
 
 
 @pytest.mark.engine

@@ -34,7 +34,7 @@ class Runner:
         discarded: Requests whose prompts have not been read to their end.
     """
 
-    def __init__(self, drafts, targets, discarded=(), use_async_scheduling=False, wants_rejected_targets=False):
+    def __init__(self, drafts, targets, discarded=(), use_async_scheduling=False):
         self.device = torch.device("cpu")
         self.use_async_scheduling = use_async_scheduling
         self.vllm_config = SimpleNamespace(
@@ -45,7 +45,7 @@ class Runner:
             stats=SpeculationStats(),
             enabled=True,
             is_learning=True,
-            drafter=SimpleNamespace(wants_rejected_targets=wants_rejected_targets),
+            drafter=SimpleNamespace(wants_rejected_targets=False),
             set_enabled=lambda enabled: None,
             update_index=Mock(),
             finish_requests=lambda finished, preempted: None,
@@ -97,20 +97,6 @@ def told(runner):
     *counts, targets, features = runner.adapter.finish_counting()
     assert not features.size
     return (*(values.tolist() for values in counts), None if targets is None else targets.tolist())
-
-
-@pytest.mark.parametrize("wants_rejected_targets", [False, True])
-def test_every_request_gets_its_own_outcome(wants_rejected_targets):
-    runner = Runner(DRAFTS, TARGETS, wants_rejected_targets=wants_rejected_targets)
-    # As wide as K allows in every step, and not as the longest draft, for which kernels would be compiled again.
-    assert runner.sample() == [[3, 9, -1, -1, -1], [2, -1, -1, -1, -1], [5, 6, 7, 4, -1], [1, -1, -1, -1, -1]]
-    targets = [3, 9, 1, 2, 5, 6, 7, 4, 1, 2] if wants_rejected_targets else None
-    assert told(runner) == ([2, 0, 3, 1], [1, 0, 3, 0], [0, 3, 4, 8, 10], targets)
-    runner.adapter.session.update_index.assert_called_once_with()
-    stats = runner.adapter.stats
-    assert (stats.steps, stats.request_steps, stats.num_drafts) == (1, 4, 3)
-    assert (stats.draft_tokens, stats.accepted_tokens, stats.emitted_tokens) == (6, 4, 8)
-    assert (stats.drafted_per_position, stats.accepted_per_position) == ([3, 2, 1], [2, 1, 1])
 
 
 class OnDevice(torch.Tensor):

@@ -56,13 +56,6 @@ def configuration(model, **kwargs):
     return EngineArgs(model=str(model), dtype="float32", enforce_eager=True, **kwargs).create_engine_config()
 
 
-@pytest.mark.parametrize(("drafter", "has_history"), [("history", True), ("lookahead", False)])
-def test_the_start_line_names_history_only_where_there_is_some(tiny_model, drafter, has_history):
-    config = configuration(tiny_model, **engine_kwargs(drafter=drafter))
-    line = engine_config.describe_engine(config, engine_config.config_of(config))
-    assert ("history ends with the engine" in line) == has_history
-
-
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
 
