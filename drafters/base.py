@@ -105,5 +105,5 @@ class BatchDrafter(Drafter, Protocol):
     def update_index(self) -> None:
         """Do what `learn_step` has left to do: engines call it while they wait for the device."""
 
-    def propose_rows(self, rows: NDArray[np.int64], room: NDArray[np.int64]) -> None:
-        """`propose` for these requests, int64 [R], at most room[i] tokens each: fills `Requests.history`."""
+    def propose_rows(self, rows: NDArray[np.int64], limits: NDArray[np.int64]) -> None:
+        """`propose` for these requests, int64 [R], at most limits[i] tokens each: fills `Requests.history`."""

@@ -81,8 +81,8 @@ class _OneByOne:
     def update_index(self) -> None:
         pass
 
-    def propose_rows(self, rows: NDArray[np.int64], room: NDArray[np.int64]) -> None:
-        proposed = self._drafter.propose([self._req_ids[row] for row in rows.tolist()], room.astype(np.int32))
+    def propose_rows(self, rows: NDArray[np.int64], limits: NDArray[np.int64]) -> None:
+        proposed = self._drafter.propose([self._req_ids[row] for row in rows.tolist()], limits.astype(np.int32))
         drafts = self.table.arrays.history
         for row, (token_ids, confidence) in zip(rows.tolist(), proposed, strict=True):
             drafts.lengths[row] = size = len(token_ids)

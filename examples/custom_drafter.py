@@ -21,7 +21,7 @@ import numpy as np
 from rollout_spec.drafters.base import Drafter, Tokens
 from rollout_spec.estimate.costs import UNIT_COST
 from rollout_spec.estimate.phases import simulate, sum_up
-from rollout_spec.estimate.recorded import Rollout
+from rollout_spec.estimate.recorded import RecordedRollout
 from rollout_spec.types import Draft, Int32Array
 
 
@@ -97,7 +97,7 @@ class RepeatDrafter:
         return []
 
 
-def make_rollouts(seed: int = 0) -> list[Rollout]:
+def make_rollouts(seed: int = 0) -> list[RecordedRollout]:
     """Rollouts in which every other sentence is copied from the prompt, as in code or arithmetic."""
     rng = np.random.default_rng(seed)
     rollouts = []
@@ -109,7 +109,7 @@ def make_rollouts(seed: int = 0) -> list[Rollout]:
                 piece for which in rng.integers(0, 5, 8) for piece in (rng.integers(0, 1000, 6), sentences[which])
             ]
             tokens = np.concatenate(pieces).astype(np.int32)
-            rollouts.append(Rollout(number, prompt, tokens))
+            rollouts.append(RecordedRollout(number, prompt, tokens))
     return rollouts
 
 

@@ -3,7 +3,8 @@
 A row's columns are
 
 - `prompt_id`, `sample_id`, `prompt_tokens`, `completion_tokens`, and where they are known `epoch`, the policy's
-  version; `gen_runs`, see `Rollout.runs`; `seed`: token j's noise is `gumbel(seed, len(prompt_tokens) - 1 + j, id)`;
+  version; `gen_runs`, see `RecordedRollout.runs`; `seed`: token j's noise is
+  `gumbel(seed, len(prompt_tokens) - 1 + j, id)`;
 - together or not at all, `top_ids` and `top_logprobs`: for each token of the completion the most probable ones,
   TOP_TOKENS or more, best first; `signatures`: its 8 * SIGNATURE_WORDS bytes (see `rollout_spec.features`).
 """
@@ -20,12 +21,12 @@ import pyarrow.compute
 import pyarrow.parquet as parquet
 from numpy.typing import NDArray
 
-from rollout_spec.estimate.recorded import Rollout
+from rollout_spec.estimate.recorded import RecordedRollout
 from rollout_spec.features.format import SIGNATURE_WORDS, TOP_TOKENS, Features, pack
 from rollout_spec.types import Int32Array
 
 
-def read_traces(path: str | Path) -> list[Rollout]:
+def read_traces(path: str | Path) -> list[RecordedRollout]:
     """Read such a file: by problem in the order of their first rows, then by epoch and sample."""
     table = parquet.read_table(path)
     table.validate(full=True)
@@ -44,7 +45,7 @@ def read_traces(path: str | Path) -> list[Rollout]:
     for row, prompt_id in enumerate(prompt_ids):
         problems.setdefault(prompt_id, []).append(row)
     return [
-        Rollout(_number(prompt_id), prompts[i], completions[i], epochs[i], runs[i], seeds[i], features[i])
+        RecordedRollout(_number(prompt_id), prompts[i], completions[i], epochs[i], runs[i], seeds[i], features[i])
         for prompt_id, rows in problems.items()
         for i in sorted(rows, key=lambda i: (epochs[i], sample_ids[i]))
     ]

@@ -75,12 +75,12 @@ class Drafting:
             self.budget.observe_drafts(learned.expected, learned.num_accepted)
         return learned
 
-    def draft(self, rows: NDArray[np.int64], room: NDArray[np.int64], *, num_tokens: int) -> Drafts:
+    def draft(self, rows: NDArray[np.int64], limits: NDArray[np.int64], *, num_tokens: int) -> Drafts:
         """Draft for the next step, where that pays.
 
         Args:
             rows: int64 [B], the requests.
-            room: int64 [B], see `Learned`.
+            limits: int64 [B], see `Learned`.
             num_tokens: Tokens that the next step computes without drafts: one per request, and those of prompts.
 
         Returns:
@@ -89,7 +89,7 @@ class Drafting:
         Raises:
             ValueError: the drafter, which may be a user's own, proposes drafts that cannot be verified.
         """
-        chosen = np.flatnonzero(room)
+        chosen = np.flatnonzero(limits)
         drafts = self.no_drafts(rows.size)
         is_wanted = chosen.size > 0 and (self.budget is None or self.budget.wants_drafts(num_tokens))
         self.num_asked, self.seconds = chosen.size if is_wanted else 0, 0.0
@@ -97,20 +97,20 @@ class Drafting:
             return drafts
         started = time.perf_counter()
         if chosen.size < rows.size:
-            rows, room = rows[chosen], room[chosen]
-        self.drafter.propose_rows(rows, room)
+            rows, limits = rows[chosen], limits[chosen]
+        self.drafter.propose_rows(rows, limits)
         trust, value, cost = 1.0, 0.0, NO_COST
         if self.budget is not None:
             most = min(drafts.token_ids.size, self._max_step_tokens - num_tokens)
             value, cost = self.budget.costs(rows.size, num_tokens, max(most, 0))
             trust = self.budget.trust
         are_valid, gain = step.decide(
-            self.drafter.table.reference, rows, room, chosen, self._vocab_size, trust, value, cost, *drafts
+            self.drafter.table.reference, rows, limits, chosen, self._vocab_size, trust, value, cost, *drafts
         )
         if not are_valid:
             lengths, tokens, confidence = (field[rows].tolist() for field in self.drafter.table.arrays.history[:3])
             raise ValueError(
-                f"drafts cannot be verified: {lengths} tokens where {room.tolist()} were asked for, {tokens} in a "
+                f"drafts cannot be verified: {lengths} tokens where {limits.tolist()} were asked for, {tokens} in a "
                 f"vocabulary of {self._vocab_size}, or {confidence} as their probabilities"
             )
         if self.budget is not None:

@@ -15,7 +15,7 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def trust_constants(module: ModuleType) -> None:
+def freeze_constants(module: ModuleType) -> None:
     """Skip a check that Triton makes at each launch: whether a compiled kernel's module-level constants have changed.
 
     Ours never change, and a step's kernels use 124. Functions that kernels call keep their lists, from which Triton

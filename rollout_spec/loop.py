@@ -101,7 +101,7 @@ class Decoder:
         self.live: list[RequestState] = []
         self._sample, self._knows_noise = sample, knows_noise
         self._wants_features = bool(getattr(self.drafting.drafter, "wants_features", False))
-        self._room: dict[str, int] = {}  # see `Learned`
+        self._limits: dict[str, int] = {}  # see `Learned`
 
     def start(self, request: RequestState) -> None:
         """Begin a request. Its first token comes with the prompt and is not drafted.
@@ -115,7 +115,7 @@ class Decoder:
         stops = [] if r.stop_token_id is None else [r.stop_token_id]
         drafter.table.limit(drafter.row_of(r.req_id), max_tokens=r.max_tokens, min_tokens=0, stop_token_ids=stops)
         self.live.append(r)
-        self._room[r.req_id] = 0
+        self._limits[r.req_id] = 0
         self._advance([r], [[]])
 
     def step(self, max_draft_tokens: int = UNLIMITED) -> StepCounts:
@@ -125,8 +125,8 @@ class Decoder:
             FloatingPointError: a row of logits holds NaN or +inf, or only -inf. No token is committed then.
         """
         # 1. Draft, as much as pays.
-        room = np.array([min(self._room[r.req_id], max_draft_tokens) for r in self.live])
-        token_ids, lengths = self.drafting.draft(self._rows(self.live), room, num_tokens=len(self.live))
+        limits = np.array([min(self._limits[r.req_id], max_draft_tokens) for r in self.live])
+        token_ids, lengths = self.drafting.draft(self._rows(self.live), limits, num_tokens=len(self.live))
         drafts = [tokens[:n] for tokens, n in zip(token_ids.tolist(), lengths.tolist(), strict=True)]
         return self._advance(list(self.live), drafts)
 
@@ -160,7 +160,7 @@ class Decoder:
         kept, is_complete = (table.num_tokens[rows] - first).tolist(), table.is_complete[rows].tolist()
         for i, request in enumerate(requests):
             request.token_ids.extend(output[i, : kept[i]].tolist())
-            self._room[request.req_id] = int(learned.room[i])
+            self._limits[request.req_id] = int(learned.limits[i])
             if is_complete[i]:
                 self.stop(request)
         return StepCounts(rows, drafted, accepted, emitted)
@@ -191,7 +191,7 @@ class Decoder:
         """End a live request. `keep`: as for `Drafter.stop_request`."""
         self.drafting.drafter.stop_request(request.req_id, keep=keep)
         self.live.remove(request)
-        del self._room[request.req_id]
+        del self._limits[request.req_id]
 
     def _rows(self, requests: Sequence[RequestState]) -> NDArray[np.int64]:
         return np.array([self.drafting.drafter.row_of(r.req_id) for r in requests], np.int64)

@@ -86,7 +86,7 @@ CALLS = [
     (lambda: build_drafter("suffix", own_only=True, shared=True), "own_only and shared exclude each other"),
     (lambda: build_drafter("device"), "drafter 'device' runs on the device, where the engine makes it"),
     (lambda: build_drafter("no_such.Drafter"), "drafter 'no_such.Drafter' cannot be imported: No module named"),
-    (lambda: build_drafter("rollout_spec.stats.REPORT_FORMAT"), "4 is not a callable object"),
+    (lambda: build_drafter("rollout_spec.stats.REPORT_FORMAT"), "is not a callable object"),
     # What a trainer says.
     (lambda: EngineController(None), "config must be a RolloutSpecConfig, got None"),
     (lambda: controller(llm_kwargs=[("dtype", "float32")]), "llm_kwargs must be a dict of keyword arguments, got"),
@@ -164,13 +164,13 @@ FILES = {
     "empty": b"",
     "brackets": b"[" * 200_000,
     "old": b'{"format": 0}',
-    "damaged": b'{"format": 4}',
+    "damaged": b'{"format": 5}',
     "whole": json.dumps(a_report()).encode(),
 }
 COMMANDS = [
     ("doctor {empty}", "{empty} is no JSON: "),
     ("doctor {brackets}", "{brackets} is no JSON: "),
-    ("doctor {old}", "{old} has a report of format 0, and 4 is read here"),
+    ("doctor {old}", "{old} has a report of format 0, and 5 is read here"),
     ("doctor {damaged}", "{damaged} is damaged: KeyError('stats')"),
     ("doctor {folder}/missing", "No such file or directory: '{folder}/missing'"),
     ("doctor {folder}", "No such file or directory: '{folder}/rollout_spec.json'"),

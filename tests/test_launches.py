@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_spec.launches import cdiv, next_power_of_2, trust_constants
+from rollout_spec.launches import cdiv, freeze_constants, next_power_of_2
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -32,8 +32,8 @@ def test_the_constants_of_launched_kernels_are_no_longer_compared():
     assert _kernel.cache_key
     assert [name for name, _ in _kernel.used_global_vals] == ["ONE"], "where Triton keeps what it compares"
     module = SimpleNamespace(_kernel=_kernel, unrelated=3)
-    trust_constants(module)
+    freeze_constants(module)
     assert _kernel.used_global_vals
     _kernel.device_caches[0][0]["a variant"] = object()  # as after a launch
-    trust_constants(module)
+    freeze_constants(module)
     assert not _kernel.used_global_vals

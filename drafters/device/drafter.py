@@ -46,7 +46,7 @@ from rollout_spec.features.format import FEATURE_WORDS, Features, no_features
 from rollout_spec.history.problems import problem_of_prompt
 from rollout_spec.history.rollout import Rollout
 from rollout_spec.history.store import RolloutStore, check_rollouts
-from rollout_spec.launches import trust_constants
+from rollout_spec.launches import freeze_constants
 from rollout_spec.transfers import copy_to_host, runs_later, upload
 
 MAX_MEMBERS = 255
@@ -109,7 +109,7 @@ class _Problem:
 
 
 @dataclass(slots=True)
-class _Live:
+class _InSlot:
     problem: _Problem
     prompt_length: int
     order: int
@@ -120,7 +120,7 @@ class _Retired(NamedTuple):
     """A request that has ended, and the place of its rollout in the pool."""
 
     ended: EndedRequest
-    live: _Live
+    live: _InSlot
     start: int
     capacity: int
 
@@ -207,7 +207,7 @@ class DeviceDrafter:
         self._by_source = new(len(SOURCES), 2, dtype=torch.int64, device=device)
 
         self._num_started = 0  # requests, and rollouts that were added
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, _InSlot] = {}
         self._problems: dict[int, _Problem] = {}
         self._idle: dict[int, _Problem] = {}  # without live requests, idle longest first
         self._num_resident = 0
@@ -251,7 +251,7 @@ class DeviceDrafter:
         self._idle.pop(problem_id, None)
         problem.num_live += 1
         problem.members.insert(0, slot)
-        live = _Live(problem, len(prompt_token_ids), self._num_started)
+        live = _InSlot(problem, len(prompt_token_ids), self._num_started)
         self._live[slot] = live
         self._num_started += 1
         self._changed_problems[problem.row] = problem
@@ -413,7 +413,7 @@ class DeviceDrafter:
         kernels.retire(*rows, self._texts)
         kernels.move(torch.zeros(1, 3, dtype=torch.int64, device=self._device), self._texts)
         kernels.index(torch.zeros(1, dtype=torch.int64, device=self._device), self._texts)
-        trust_constants(kernels)
+        freeze_constants(kernels)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -543,7 +543,7 @@ class DeviceDrafter:
 
     # -- bookkeeping -------------------------------------------------------------------------------------------------
 
-    def _leave(self, slot: int) -> tuple[_Live, tuple[int, int]]:
+    def _leave(self, slot: int) -> tuple[_InSlot, tuple[int, int]]:
         """Take a request out of its slot. Returns it, and the piece of the pool that its text is in."""
         live = self._live.pop(slot, None)
         if live is None:

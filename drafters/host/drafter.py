@@ -287,10 +287,10 @@ class HistoryDrafter:
     def _learn(self, sampled: Sampled, options: StepOptions) -> Learned:
         if sampled.features.size and self.wants_features:
             self._store.keep_features()
-        room = np.empty(sampled.rows.size, np.int64)
+        limits = np.empty(sampled.rows.size, np.int64)
         for _ in range(2):
             *counts, num_new, had_room = step.learn(
-                self.table.reference, self._state_by_reference(), options, sampled, self._window, room
+                self.table.reference, self._state_by_reference(), options, sampled, self._window, limits
             )
             if had_room:
                 break
@@ -301,7 +301,7 @@ class HistoryDrafter:
         if not options.index_now and num_new:
             self._unindexed.append(self.table.arrays.document[sampled.rows])
             self._num_unindexed += num_new
-        return Learned(room, *counts)
+        return Learned(limits, *counts)
 
     def _state(self) -> HistoryState:
         """All that is known, for compiled functions."""
@@ -335,8 +335,8 @@ class HistoryDrafter:
             self._index = self._index._replace(buckets=ngram.new_buckets(num_entries))
             ngram.rehash(store.arrays, self._index.buckets, index.buckets)
 
-    def propose_rows(self, rows: NDArray[np.int64], room: NDArray[np.int64]) -> None:
-        step.propose(self.table.reference, self._state_by_reference(), rows, room, self._scratch)
+    def propose_rows(self, rows: NDArray[np.int64], limits: NDArray[np.int64]) -> None:
+        step.propose(self.table.reference, self._state_by_reference(), rows, limits, self._scratch)
 
     def stop_request(self, req_id: str, *, keep: bool = True) -> None:
         live = self._request(req_id)

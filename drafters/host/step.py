@@ -100,7 +100,7 @@ class StepOptions(NamedTuple):
 class Learned(NamedTuple):
     """What `learn` says of the next step."""
 
-    room: NDArray[np.int64]
+    limits: NDArray[np.int64]
     """int64 [B], how many tokens to draft for each request at most. The last one needs no draft, as a step samples one
     in any case."""
     num_live: int
@@ -165,24 +165,24 @@ def _has_room(history, num_tokens, num_pieces, index_now):
 
 
 @njit
-def learn(requests, history, options, sampled, window, room):
+def learn(requests, history, options, sampled, window, limits):
     """Learn what a step sampled.
 
     Args:
         requests, history: By reference; history None: the drafter is of another kind.
         window: int32 [WINDOW], scratch.
-        room: int64 [B], filled: `Learned.room`.
+        limits: int64 [B], filled: `Learned.limits`.
 
     Returns:
-        (what follows `Learned.room`; new tokens; whether there was room for them: if not, nothing was done).
+        (what follows `Learned.limits`; new tokens; whether there was space for them: if not, nothing was done).
     """
     if history is None:
-        return _learn(requests.values, None, options, sampled, window, room)
-    return _learn(requests.values, history.values, options, sampled, window, room)
+        return _learn(requests.values, None, options, sampled, window, limits)
+    return _learn(requests.values, history.values, options, sampled, window, limits)
 
 
 @njit(allocates=False)
-def _learn(requests, history, options, sampled, window, room):
+def _learn(requests, history, options, sampled, window, limits):
     index_now = options.index_now
     rows, batch_rows = sampled.rows, sampled.batch_rows
     total = 0
@@ -221,20 +221,20 @@ def _learn(requests, history, options, sampled, window, room):
         num_verified += sampled.num_verified[batch_row]
         num_sampled += num_accepted + 1
         num_emitted += max(size - max(num_earlier, 0), 0)
-        room[i] = 0
+        limits[i] = 0
         if not requests.is_complete[row]:
             num_live += 1
             to_come = requests.max_tokens[row] - requests.num_tokens[row] + requests.num_prompt_tokens[row]
             in_model = options.max_model_len - requests.num_tokens[row]
-            room[i] = max(min(options.max_draft_tokens, to_come - 1, in_model - 1), 0)
+            limits[i] = max(min(options.max_draft_tokens, to_come - 1, in_model - 1), 0)
     return num_live, num_verified, num_sampled, num_emitted, expected, num_right, total, True
 
 
 def learn_without_text(table: RequestTable, sampled: Sampled, options: StepOptions) -> Learned:
     """`learn` for a drafter that keeps its text elsewhere, or none."""
-    room = np.empty(sampled.rows.size, np.int64)
-    *counts, _, _ = learn(table.reference, None, options, sampled, None, room)
-    return Learned(room, *counts)
+    limits = np.empty(sampled.rows.size, np.int64)
+    *counts, _, _ = learn(table.reference, None, options, sampled, None, limits)
+    return Learned(limits, *counts)
 
 
 @njit(allocates=False)
@@ -275,13 +275,13 @@ def index_documents(history, documents, window):
 
 
 @njit
-def propose(requests, history, rows, room, scratch):
-    """Draft for requests, at most room[i] tokens each, and K: fills `requests.history`.
+def propose(requests, history, rows, limits, scratch):
+    """Draft for requests, at most limits[i] tokens each, and K: fills `requests.history`.
 
     Requests, history and scratch are passed by reference. O(log n + MAX_CANDIDATES) for a draft's first token and
     O(candidates left) for each later one.
     """
-    _propose(requests.values, history.values, rows, room, scratch.values)
+    _propose(requests.values, history.values, rows, limits, scratch.values)
 
 
 @njit(allocates=False)
@@ -302,7 +302,7 @@ def source_of(store, token, is_of_pool, count, positions, weights, sources):
 
 
 @njit(allocates=False)
-def _propose(requests, history, rows, room, scratch):
+def _propose(requests, history, rows, limits, scratch):
     store, settings, calibration = history.store, history.settings, history.calibration
     out = requests.history
     positions, lengths, weights, sources = scratch.positions, scratch.lengths, scratch.weights, scratch.sources
@@ -316,7 +316,7 @@ def _propose(requests, history, rows, room, scratch):
         text = scratch.text[MAX_DEPTH - kept :]
         survival, count = 1.0, 0
         out.lengths[row] = 0
-        for depth in range(min(room[i], out.tokens.shape[1])):
+        for depth in range(min(limits[i], out.tokens.shape[1])):
             end = kept + depth
             if count == 0:
                 start = max(0, end - MAX_DEPTH)
@@ -362,12 +362,12 @@ def _propose(requests, history, rows, room, scratch):
 
 
 @njit
-def decide(requests, rows, room, chosen, vocab_size, trust, value, cost, token_ids, lengths):
+def decide(requests, rows, limits, chosen, vocab_size, trust, value, cost, token_ids, lengths):
     """Choose how much of each draft to verify, after a look whether the drafts can be verified.
 
     Args:
         requests: By reference.
-        rows, room: int64 [C].
+        rows, limits: int64 [C].
         chosen: int64 [C], where each draft belongs in `token_ids` and `lengths`.
         trust: See `Budget`.
         value, cost: See `allocate`; `cost` of length 0: all of each draft is verified.
@@ -381,20 +381,20 @@ def decide(requests, rows, room, chosen, vocab_size, trust, value, cost, token_i
     starts, taken = np.empty(rows.size + 1, np.int64), np.empty(rows.size, np.int64)
     bins = np.empty((2, NUM_BINS))
     return _decide(
-        requests.values, rows, room, chosen, vocab_size, trust, value, cost, bins, survival, starts, taken, token_ids,
+        requests.values, rows, limits, chosen, vocab_size, trust, value, cost, bins, survival, starts, taken, token_ids,
         lengths,
     )  # fmt: skip
 
 
 @njit(allocates=False)
 def _decide(
-    requests, rows, room, chosen, vocab_size, trust, value, cost, bins, survival, starts, taken, token_ids, lengths
+    requests, rows, limits, chosen, vocab_size, trust, value, cost, bins, survival, starts, taken, token_ids, lengths
 ):
     at = 0
     for i in range(rows.size):
         row, out = rows[i], token_ids[chosen[i]]
         drafts, length = requests.history, requests.history.lengths[row]
-        if not 0 <= length <= min(room[i], out.size, drafts.tokens.shape[1]):
+        if not 0 <= length <= min(limits[i], out.size, drafts.tokens.shape[1]):
             return False, 0.0
         starts[i], least = at, 1.0
         for j in range(length):

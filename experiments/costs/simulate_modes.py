@@ -49,7 +49,7 @@ from rollout_spec.estimate.costs import (
     step_cost,
 )
 from rollout_spec.estimate.phases import Adaptive, Policy, k_by_requests, simulate, sum_up
-from rollout_spec.estimate.recorded import Rollout, add_rollout, by_problem
+from rollout_spec.estimate.recorded import RecordedRollout, add_rollout, by_problem
 from rollout_spec.measured_schedule import MeasuredSchedule
 
 K = 8
@@ -87,7 +87,7 @@ def cost_of(model: str, mode: Mode, gpu: str) -> EngineCost:
     )
 
 
-def filled(earlier: Sequence[Rollout], **options: Any) -> Drafter:
+def filled(earlier: Sequence[RecordedRollout], **options: Any) -> Drafter:
     """A new drafter that knows the earlier rollouts."""
     drafter = build_drafter("suffix", max_draft_tokens=K, **options)
     for rollout in earlier:

@@ -21,7 +21,7 @@ from experiments.drafting.regimes import REGIMES, ReplayResult, replay
 from experiments.rows import append, make_parser, origin
 from experiments.traces import read_traces
 from rollout_spec.drafters import build_drafter
-from rollout_spec.estimate.recorded import Rollout, add_rollout, by_problem
+from rollout_spec.estimate.recorded import RecordedRollout, add_rollout, by_problem
 from tests.drafters.device.reference import ReferenceDrafter
 
 K = 16
@@ -63,12 +63,14 @@ DRAFTERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def load(directory: Path, name: str) -> list[list[Rollout]]:
+def load(directory: Path, name: str) -> list[list[RecordedRollout]]:
     """A set's problems."""
     return by_problem(read_traces(directory / f"{name}.parquet"))
 
 
-def quality(problems: list[list[Rollout]], samples: int, drafters: Sequence[str], **row: Any) -> list[dict[str, Any]]:
+def quality(
+    problems: list[list[RecordedRollout]], samples: int, drafters: Sequence[str], **row: Any
+) -> list[dict[str, Any]]:
     """A row for each regime and drafter. Prints tokens per step, and in brackets drafted tokens per step."""
     rows = []
     for regime in REGIMES:
@@ -91,7 +93,7 @@ def quality(problems: list[list[Rollout]], samples: int, drafters: Sequence[str]
     return rows
 
 
-def memory(problems: list[list[Rollout]], name: str) -> dict[str, Any]:
+def memory(problems: list[list[RecordedRollout]], name: str) -> dict[str, Any]:
     """A row: bytes that a drafter takes for each token of history."""
     drafter, tokens = OURS[name](), 0
     for problem in problems:

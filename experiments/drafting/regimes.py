@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from rollout_spec.drafters.base import Drafter
-from rollout_spec.estimate.recorded import RecordedTarget, Rollout, add_rollout
+from rollout_spec.estimate.recorded import RecordedRollout, RecordedTarget, add_rollout
 from rollout_spec.loop import Decoder, StepCounts
 
 Regime = Literal["own", "finished", "inflight", "epoch"]
@@ -44,7 +44,7 @@ class ReplayResult:
         return self.draft_tokens / max(self.request_steps, 1)
 
 
-def split(rollouts: Sequence[Rollout], regime: Regime) -> tuple[list[Rollout], list[Rollout]]:
+def split(rollouts: Sequence[RecordedRollout], regime: Regime) -> tuple[list[RecordedRollout], list[RecordedRollout]]:
     """A problem's (earlier, live) rollouts: of its first and second policy version; of a single one, each half.
 
     Regimes other than `epoch` leave the earlier rollouts out.
@@ -57,7 +57,7 @@ def split(rollouts: Sequence[Rollout], regime: Regime) -> tuple[list[Rollout], l
     return earlier if regime == "epoch" else [], live
 
 
-def waves(problems: Sequence[list[Rollout]], regime: Regime, batch: int) -> Iterator[list[Rollout]]:
+def waves(problems: Sequence[list[RecordedRollout]], regime: Regime, batch: int) -> Iterator[list[RecordedRollout]]:
     """Rollouts that are decoded together, `batch` at most where the regime allows it, wave after wave.
 
     `own`: one after another. `inflight`: all of a problem together. `finished`, `epoch`: rollout k of `batch` problems,
@@ -66,7 +66,7 @@ def waves(problems: Sequence[list[Rollout]], regime: Regime, batch: int) -> Iter
     if regime == "own":
         yield from ([rollout] for problem in problems for rollout in problem)
     elif regime == "inflight":
-        wave: list[Rollout] = []
+        wave: list[RecordedRollout] = []
         for problem in problems:
             if wave and len(wave) + len(problem) > batch:
                 yield wave
@@ -80,7 +80,7 @@ def waves(problems: Sequence[list[Rollout]], regime: Regime, batch: int) -> Iter
 
 
 def replay(
-    problems: Sequence[Sequence[Rollout]],
+    problems: Sequence[Sequence[RecordedRollout]],
     drafter: Drafter,
     regime: Regime,
     *,
@@ -108,8 +108,8 @@ def replay(
         for rollout in wave:
             if rollout.token_ids.size:
                 decoder.start(target.request(rollout))
-        target.settle(decoder, keep=keep)
+        target.end_finished(decoder, keep=keep)
         while decoder.live:
             result.add(decoder.step())
-            target.settle(decoder, keep=keep)
+            target.end_finished(decoder, keep=keep)
     return result

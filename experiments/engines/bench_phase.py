@@ -51,7 +51,7 @@ from experiments.engines.build import OURS, build_engine, command
 from experiments.processes import Child
 from experiments.rows import append, make_parser, origin
 from experiments.traces import read_traces
-from rollout_spec.estimate.recorded import Rollout, by_problem
+from rollout_spec.estimate.recorded import RecordedRollout, by_problem
 from rollout_spec.stats import SpeculationStats
 
 MODES = ("none", "device")
@@ -73,7 +73,7 @@ PHASES = ("first", "history")
 WARM_UP_TOKENS = 8
 
 
-def fits(recorded: list[list[Rollout]], batch: int) -> bool:
+def fits(recorded: list[list[RecordedRollout]], batch: int) -> bool:
     """Whether there are rollouts for both phases of a batch size."""
     try:
         return all(Phase(recorded, batch, number) for number in range(len(PHASES)))
@@ -82,12 +82,12 @@ def fits(recorded: list[list[Rollout]], batch: int) -> bool:
         return False
 
 
-def made_up(batch: int, vocab: int) -> list[Rollout]:
+def made_up(batch: int, vocab: int) -> list[RecordedRollout]:
     """Rollouts of other problems, to warm up with."""
     rng = np.random.default_rng(batch)
     prompt = rng.integers(3, vocab, 32).astype(np.int32)
     texts = rng.integers(3, vocab, (batch, WARM_UP_TOKENS)).astype(np.int32)
-    return [Rollout(0, prompt, text) for text in texts]
+    return [RecordedRollout(0, prompt, text) for text in texts]
 
 
 class Phase:
@@ -98,9 +98,9 @@ class Phase:
         problems: A number for each one's problem, the same in both phases of a batch size and in no other.
     """
 
-    def __init__(self, recorded: list[list[Rollout]], batch: int, number: int) -> None:
+    def __init__(self, recorded: list[list[RecordedRollout]], batch: int, number: int) -> None:
         group = max(min(GROUP, batch), -(-batch // len(recorded)))
-        self.rollouts: list[Rollout] = []
+        self.rollouts: list[RecordedRollout] = []
         self.problems: list[int] = []
         for index, problem in enumerate(recorded[: -(-batch // group)]):
             chosen = problem[number * group : (number + 1) * group]
@@ -110,7 +110,7 @@ class Phase:
             self.problems += [batch * 100_000 + index] * (len(self.rollouts) - len(self.problems))
 
 
-def read_recorded(path: str) -> list[list[Rollout]]:
+def read_recorded(path: str) -> list[list[RecordedRollout]]:
     """The problems all of whose rollouts say something.
 
     Raises:
@@ -122,12 +122,12 @@ def read_recorded(path: str) -> list[list[Rollout]]:
     return recorded
 
 
-def prompt_of(rollout: Rollout) -> np.ndarray:
+def prompt_of(rollout: RecordedRollout) -> np.ndarray:
     """A recording may have no prompt, and vLLM takes none that is empty."""
     return rollout.prompt_token_ids if rollout.prompt_token_ids.size else np.zeros(1, np.int32)
 
 
-def end_token(rollouts: list[Rollout]) -> int:
+def end_token(rollouts: list[RecordedRollout]) -> int:
     """The token with which rollouts end and which occurs nowhere else; -1 if there is none."""
     last = Counter(int(rollout.token_ids[-1]) for rollout in rollouts if rollout.token_ids.size)
     inside = {int(token) for rollout in rollouts for token in rollout.token_ids[:-1]}
@@ -174,7 +174,7 @@ def serve(
     texts = [[*prompt_of(rollout).tolist(), *rollout.token_ids.tolist()] for rollout in all_rollouts]
     (watched,) = llm.collective_rpc(scripted.install, args=(texts, max(end, 0)))
 
-    def generate(rollouts: list[Rollout], problems: list[int], first_script: int) -> list[list[int]]:
+    def generate(rollouts: list[RecordedRollout], problems: list[int], first_script: int) -> list[list[int]]:
         prompts = [{"prompt_token_ids": prompt_of(rollout).tolist()} for rollout in rollouts]
         params = []
         for script, (rollout, problem) in enumerate(zip(rollouts, problems, strict=True), first_script):

@@ -157,10 +157,10 @@ class EngineController:
                     f"and by {type(self).__name__}: leave it out, or give it to {type(self).__name__}(...) alone"
                 )
         merged = {**kwargs, **self._llm_kwargs, **ours, "additional_config": additions | ours["additional_config"]}
-        room = "max_num_batched_tokens"
-        if self.config.speculation and kwargs.get(room) and not self._llm_kwargs.get(room):
+        name = "max_num_batched_tokens"
+        if self.config.speculation and kwargs.get(name) and not self._llm_kwargs.get(name):
             # What does not fit into a step waits for the next one, the requests at the end of vLLM's list every time.
-            merged[room] = max(kwargs[room], (merged.get("max_num_seqs") or 0) * (self.config.max_draft_tokens + 1))
+            merged[name] = max(kwargs[name], (merged.get("max_num_seqs") or 0) * (self.config.max_draft_tokens + 1))
         return merged
 
     def build_engine(self, build: Callable[..., None], llm: Any, *args: Any, **kwargs: Any) -> None:

@@ -131,9 +131,9 @@ class PPORollouts(TrainerCallback):
             logprobs=0,
         )
         prompts = [{"prompt_token_ids": query[query != pad_token_id].tolist()} for query in queries]
-        room = llm.llm_engine.vllm_config.model_config.max_model_len - config.max_new_tokens
-        if any(len(prompt["prompt_token_ids"]) > room for prompt in prompts):
-            raise ValueError(f"max_model_len leaves {room} tokens for a query, too few: raise it in llm_kwargs")
+        longest = llm.llm_engine.vllm_config.model_config.max_model_len - config.max_new_tokens
+        if any(len(prompt["prompt_token_ids"]) > longest for prompt in prompts):
+            raise ValueError(f"max_model_len leaves {longest} tokens for a query, too few: raise it in llm_kwargs")
         completions = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
         scores = [[entry[t].logprob for entry, t in zip(c.logprobs, c.token_ids, strict=True)] for c in completions]
         responses = pad_sequence([torch.tensor(list(c.token_ids)) for c in completions], True, pad_token_id)

@@ -70,7 +70,7 @@ def _switch(runner: Any, *, on: bool) -> None:
         owner.enable_adaptive_verification = on
 
 
-def settle_schedule(vllm_config: Any, ask_workers: Callable[[], list[dict[str, Any]]]) -> None:
+def decide_schedule(vllm_config: Any, ask_workers: Callable[[], list[dict[str, Any]]]) -> None:
     """Give the scheduler whole drafts if the workers cut them. Called before it is made.
 
     Args:
@@ -90,9 +90,9 @@ def settle_schedule(vllm_config: Any, ask_workers: Callable[[], list[dict[str, A
         return
     k, scheduler = speculative.num_speculative_tokens, vllm_config.scheduler_config
     # Before they are cut, the scheduler needs room for all of each.
-    room = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    max_step_tokens = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
     speculative.num_speculative_tokens_per_batch_size = ranges_of(
-        [k, *(fewer for fewer in (3, 1) if fewer < k)], room, most_requests=MOST_CUT_REQUESTS
+        [k, *(fewer for fewer in (3, 1) if fewer < k)], max_step_tokens, most_requests=MOST_CUT_REQUESTS
     )
     speculative.enable_adaptive_verification = True
     say(f"rollout_spec: of up to {k} draft tokens of each request as many are verified as pay by vLLM's measured costs")

@@ -69,8 +69,8 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
     """The settings that an engine asks for, or None when it does not ask for us.
 
     The drafter is never `"auto"`, which stands for the one of the model runner, and K is a number where there are
-    drafts. What the user leaves open is decided once (`settle`): later the process of a data-parallel engine may see a
-    `data_parallel_size` of 1.
+    drafts. What the user leaves open is decided once (`decide_options`): later the process of a data-parallel
+    engine may see a `data_parallel_size` of 1.
 
     Raises:
         ValueError, TypeError: an unknown or misspelt key or a bad value, or the settings disagree with the engine's
@@ -133,7 +133,7 @@ def read_config(vllm_config: Any) -> RolloutSpecConfig | None:
     return config
 
 
-def settle(vllm_config: Any, config: RolloutSpecConfig) -> None:
+def decide_options(vllm_config: Any, config: RolloutSpecConfig) -> None:
     """Write into vLLM's configuration what an engine has, drafter and K decided; all its processes get that."""
     if config.speculation:
         vllm_config.speculative_config.num_speculative_tokens = config.num_speculative_tokens

@@ -32,7 +32,7 @@ MAX_LIVE_SHARE = 0.005
 cache holds little more than one million of a 7B model."""
 
 
-class _Live(NamedTuple):
+class _LiveRequest(NamedTuple):
     """A request that has a place in the runner."""
 
     req_idx: int
@@ -92,7 +92,7 @@ class DeviceSpeculator(Session, BaseSpeculator):
         self._is_asynchronous = vllm_config.scheduler_config.async_scheduling
         self._is_warm = False
         self._index_dtype = torch.int32  # of vLLM's numbers of requests
-        self.live = {}  # values are `_Live`
+        self.live = {}  # values are `_LiveRequest`
         self._runner: Any = None
 
     def bind(self, runner: Any) -> None:
@@ -130,7 +130,7 @@ class DeviceSpeculator(Session, BaseSpeculator):
             if request.prompt_token_ids is not None:  # a prompt of embeddings has no history
                 problem_id = self.begin_conversation(request, prompt).problem_id
             req_idx = self._runner.req_states.req_id_to_index[req_id]
-            self.live[req_id] = _Live(req_idx, problem_id, params)
+            self.live[req_id] = _LiveRequest(req_idx, problem_id, params)
             own_only = request_options(params.extra_args).own_only
             self.drafter.start_request(req_idx, prompt, problem_id=problem_id, own_only=own_only)
 
@@ -199,7 +199,7 @@ class DeviceSpeculator(Session, BaseSpeculator):
         self.drafter.preempt_request(live.req_idx)
         self._end_in_history(live)
 
-    def _end_in_history(self, live: _Live) -> None:
+    def _end_in_history(self, live: _LiveRequest) -> None:
         if self.engine_history is not None:
             self.engine_history.end_request(live.problem_id)
 
@@ -210,6 +210,6 @@ class DeviceSpeculator(Session, BaseSpeculator):
         computed = states.num_computed_tokens_np[slots] + self.num_speculative_tokens + 1
         return np.maximum(computed, states.prefill_len.np[slots]) + 1
 
-    def _ended(self, live: _Live) -> EndedRequest:
+    def _ended(self, live: _LiveRequest) -> EndedRequest:
         keep = request_options(live.params.extra_args).keep_in_history
         return EndedRequest(live.req_idx, int(self._most_tokens(live.req_idx)), keep=keep, **end_of(live.params))

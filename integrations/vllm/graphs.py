@@ -64,7 +64,7 @@ def add_graphs(vllm_config: Any, set_sizes: Callable[[], None]) -> str | None:
     speculative = vllm_config.speculative_config
     ranges = speculative.num_speculative_tokens_per_batch_size or [(1, 1, speculative.num_speculative_tokens)]
     width = 1 + max(k for _, _, k in ranges)
-    most, room = most_tokens(scheduler.max_num_seqs, ranges), scheduler.max_num_batched_tokens
+    most, max_step_tokens = most_tokens(scheduler.max_num_seqs, ranges), scheduler.max_num_batched_tokens
     largest, most_of_one = most, width
     is_ours = hasattr(speculative, OUR_SCHEDULE)
     if is_ours and vllm_config.lora_config is None and not is_a100():  # vLLM may cut our drafts: see `adaptive.py`
@@ -75,15 +75,15 @@ def add_graphs(vllm_config: Any, set_sizes: Callable[[], None]) -> str | None:
     set_sizes()
     own = compilation.cudagraph_capture_sizes or []  # empty without graphs
     remarks = []
-    added = larger_sizes(max(own), min(largest, room), width) if own and not are_given else []
+    added = larger_sizes(max(own), min(largest, max_step_tokens), width) if own and not are_given else []
     if added:
         compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [*own, *added], None
         set_sizes()
         remarks.append(f"CUDA graphs for up to {added[-1]} tokens instead of {max(own)}, {len(added)} sizes more")
-    if most > room:
+    if most > max_step_tokens:
         remarks.append(
-            f"max_num_batched_tokens={room} leaves no room for all drafts of {scheduler.max_num_seqs} requests: raise "
-            "it if so many run at once"
+            f"max_num_batched_tokens={max_step_tokens} leaves no room for all drafts of {scheduler.max_num_seqs} "
+            "requests: raise it if so many run at once"
         )
     steps = f"steps of up to {scheduler.max_num_seqs} requests with up to {most_of_one} tokens each, {most} in all"
     return f"{steps}: {'; '.join(remarks)}" if remarks else None

@@ -25,6 +25,7 @@ from rollout_spec.integrations.vllm.config import (
     check_engine,
     check_environment,
     config_of,
+    decide_options,
     describe_engine,
     has_model_drafter,
     is_a100,
@@ -35,7 +36,6 @@ from rollout_spec.integrations.vllm.config import (
     refuse_host_drafter,
     repeats_seeds,
     say,
-    settle,
     share_of_experts,
 )
 from rollout_spec.integrations.vllm.ranks import end_if_unheard
@@ -68,7 +68,7 @@ def complete_config(original: Callable[..., None], self: Any) -> None:
         if config.speculation:
             note_runner(self)
         config = _with_affordable_drafts(self, config)
-        settle(self, config)
+        decide_options(self, config)
         if has_model_drafter(self):
             if speculative.draft_sample_method != "greedy":  # vLLM would keep the drafts' probabilities for us
                 say(f"draft_sample_method={speculative.draft_sample_method!r} has no effect with rollout_spec")
@@ -188,9 +188,9 @@ def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: A
     result = original(self, vllm_config)
     config = config_of(vllm_config)
     if config is not None and config.speculation:
-        from rollout_spec.integrations.vllm.adaptive import settle_schedule
+        from rollout_spec.integrations.vllm.adaptive import decide_schedule
 
-        settle_schedule(vllm_config, lambda: self.model_executor.collective_rpc("rollout_spec", args=("report",)))
+        decide_schedule(vllm_config, lambda: self.model_executor.collective_rpc("rollout_spec", args=("report",)))
     return result
 
 

@@ -59,7 +59,7 @@ class RunnerAdapter:
     @property
     def wants_features(self) -> bool:
         """Whether what the target sees is of use to the drafter."""
-        return self._drafter_wants_features and self.session is not None and self.session.is_learning
+        return self._drafter_wants_features and self.session is not None and self.session.is_drafter_alive
 
     def compile_kernels(self) -> None:
         """Called before vLLM's own warm-up."""
@@ -121,7 +121,7 @@ class RunnerAdapter:
             lora = request.lora_request
             if lora is not None and self.lora_paths.get(lora.lora_int_id) != lora.lora_path:
                 self.on_lora(lora)
-        if self.session is None or self.session.is_learning:
+        if self.session is None or self.session.is_drafter_alive:
             self.clock.start(is_busy=bool(scheduled.scheduled_cached_reqs.req_ids))
         if self.session is not None and not self.warming_up:
             self.session.finish_requests(scheduled.finished_req_ids, scheduled.preempted_req_ids or ())

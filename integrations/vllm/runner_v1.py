@@ -139,7 +139,7 @@ class RunnerAdapterV1(RunnerAdapter):
     @property
     def wants_rejected_targets(self) -> bool:
         """Whether what the target samples after rejected drafts is of use to the drafter."""
-        return self._drafter_wants_rejected and self.session is not None and self.session.is_learning
+        return self._drafter_wants_rejected and self.session is not None and self.session.is_drafter_alive
 
     # -- sampling ----------------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class RunnerAdapterV1(RunnerAdapter):
                 tensors = _pad_rows(tensors, num_draft_tokens, result.output_token_ids.shape[1])
         sampled = _emitted(result)  # launched before the host indexes
         self.clock.stop()
-        if self.session is not None and self.session.is_learning:
+        if self.session is not None and self.session.is_drafter_alive:
             self.session.update_index()  # before anything waits for the device; `draft` reads the outcome
         elif not self._runner.use_async_scheduling:
             self.finish_counting()
@@ -194,7 +194,7 @@ class RunnerAdapterV1(RunnerAdapter):
 
     def _book(self, batch: _Batch, result: VerifyResult, num_draft_tokens: list[int]) -> None:
         """Copy what became of the drafts to the host."""
-        is_learnt = self.session is not None and self.session.is_learning
+        is_learnt = self.session is not None and self.session.is_drafter_alive
         wanted = [result.num_accepted, result.num_broken_rows]
         if self.wants_rejected_targets:
             wanted.append(result.target_token_ids)
@@ -341,7 +341,7 @@ class RunnerAdapterV1(RunnerAdapter):
         session, size = self.session, is_sampled.size
         assert session is not None
         verification = self.finish_counting()
-        if not session.is_learning:  # it may have raised since this step was verified
+        if not session.is_drafter_alive:  # it may have raised since this step was verified
             return [[] for _ in range(size)]
         assert verification is not None
         batch = self._runner.input_batch

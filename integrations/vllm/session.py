@@ -51,7 +51,7 @@ class Session:
         budget: Decides how much of each draft is verified. None: all of it.
         num_speculative_tokens: K, the most tokens drafted per request and step.
         enabled: Whether drafts are made. History grows also while they are not.
-        is_learning: Whether history grows: False once a drafter on the host has raised.
+        is_drafter_alive: Whether history grows: False once a drafter on the host has raised.
         enable_adaptive_verification: Whether vLLM cuts drafts on the device, by its name for it.
     """
 
@@ -64,7 +64,7 @@ class Session:
     budget: Budget | None = None
     num_speculative_tokens: int
     enabled: bool = True
-    is_learning: bool = True
+    is_drafter_alive: bool = True
     enable_adaptive_verification: bool = False
 
     def start_requests(self, requests: Iterable[Any]) -> None:
@@ -267,7 +267,7 @@ class HostSession(Session):
 
     def num_live_requests(self) -> int:
         """0 once the drafter has raised."""
-        if not self.is_learning:
+        if not self.is_drafter_alive:
             return 0
         rows = [live.row for live in self.live.values()]
         return int(np.count_nonzero(~self.drafter.table.arrays.is_complete[rows]))
@@ -330,10 +330,10 @@ class HostSession(Session):
             learned = self.drafting.learn(sampled, targets)
             self.stats.emitted_tokens -= learned.num_sampled - learned.num_emitted  # all were counted
             self._time_step(started, num_step_tokens, sampled.rows.size, learned)
-            room = learned.room if self.enabled else np.zeros_like(learned.room)
+            limits = learned.limits if self.enabled else np.zeros_like(learned.limits)
             # The median, not the mean: a step of the mean's size may never have occurred, so its cost is not known.
             next_tokens = learned.num_live + median_high(self._prompt_tokens)
-            drafts = self.drafting.draft(sampled.rows, room, num_tokens=next_tokens)
+            drafts = self.drafting.draft(sampled.rows, limits, num_tokens=next_tokens)
             self._end_with_the_batch()
             return drafts
         except Exception as error:
@@ -365,7 +365,7 @@ class HostSession(Session):
         Raises:
             RuntimeError: the drafter has raised, and stays off.
         """
-        if enabled and not self.is_learning:
+        if enabled and not self.is_drafter_alive:
             raise RuntimeError(
                 "speculation stays off in this engine, because its drafter has raised: see the log for the cause, and "
                 "build the engine again"
@@ -375,7 +375,7 @@ class HostSession(Session):
     def close(self) -> None:
         """Also once the drafter has raised."""
         try:
-            if self.engine_history is not None and self.is_learning:
+            if self.engine_history is not None and self.is_drafter_alive:
                 for req_id in list(self.live):  # the last step may have ended some; others keep what they said
                     self._stop(req_id)
             super().close()
@@ -384,7 +384,7 @@ class HostSession(Session):
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         """Call the drafter outside of `draft`. If it raises, switch it off and return None, as from then on."""
-        if not self.is_learning:
+        if not self.is_drafter_alive:
             return None
         try:
             return call()
@@ -399,7 +399,7 @@ class HostSession(Session):
         """
         if self._share_from_first_rank is not None:
             raise error
-        self.enabled = self.is_learning = False
+        self.enabled = self.is_drafter_alive = False
         if self.engine_history is not None:
             self.engine_history.end_requests()
         self.stats.drafter_errors += 1

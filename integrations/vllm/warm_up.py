@@ -17,7 +17,7 @@ from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.host.step import Sampled
 from rollout_spec.drafting import Drafting
 from rollout_spec.jit.cache import REMEDY, find_folder
-from rollout_spec.launches import trust_constants
+from rollout_spec.launches import freeze_constants
 from rollout_spec.types import LogprobsMode, SamplingBatch
 from rollout_spec.verify.api import lay_out, verify_rows
 
@@ -70,7 +70,7 @@ def _draft(config: RolloutSpecConfig) -> None:
         for drafted in (False, True):
             if budget is not None:
                 budget.observe_step(2 + 2 * drafted, 1e-3, drafted=drafted, num_asked=2, draft_seconds=1e-5)
-        drafting.draft(rows, learned.room, num_tokens=2)
+        drafting.draft(rows, learned.limits, num_tokens=2)
     drafter.output_of("greedy")
     drafter.update_index()
     drafting.drafter.stop_request("greedy")
@@ -124,7 +124,7 @@ def warm_up_kernels(
             hidden=None if hidden is None else torch.zeros(rows, hidden[0], dtype=hidden[1], device=device),
             max_draft_tokens=num_drafts,
         )
-    trust_constants(kernel)
+    freeze_constants(kernel)
 
 
 def _verify(config: RolloutSpecConfig) -> None:

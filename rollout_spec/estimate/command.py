@@ -36,7 +36,7 @@ from rollout_spec.estimate.costs import (
     step_cost,
 )
 from rollout_spec.estimate.phases import Adaptive, Phase, Policy, k_by_requests, simulate, sum_up
-from rollout_spec.estimate.recorded import Rollout, add_rollout, by_problem, read_rollouts, without_copies
+from rollout_spec.estimate.recorded import RecordedRollout, add_rollout, by_problem, read_rollouts, without_copies
 from rollout_spec.history.command import load_tokenizer
 from rollout_spec.imports import install
 from rollout_spec.measured_schedule import MeasuredSchedule
@@ -145,18 +145,18 @@ def _policy(gpu: str | None, k: int, batch: int, used_experts: float, seconds: A
     return MeasuredSchedule([k_by_requests(gpu, k, used_experts)(n) for n in range(batch + 1)])
 
 
-def _run_with(args: Namespace, rollouts: Sequence[Rollout], context: float, batch: int) -> list[Gain]:
+def _run_with(args: Namespace, rollouts: Sequence[RecordedRollout], context: float, batch: int) -> list[Gain]:
     return simulate_run(rollouts, engine_of(args, context, batch), batch)
 
 
-def simulate_run(rollouts: Sequence[Rollout], engine: Engine, batch: int) -> list[Gain]:
+def simulate_run(rollouts: Sequence[RecordedRollout], engine: Engine, batch: int) -> list[Gain]:
     """The gains in the phases of a run, with at most `batch` requests at a time.
 
     A phase is what one policy version has sampled. Rollouts of a single version are phases of twice as many as run at a
     time; later epochs are then simulated with the second half of each prompt's samples, of which the first half is
     known.
     """
-    versions: dict[int, list[Rollout]] = {}
+    versions: dict[int, list[RecordedRollout]] = {}
     for rollout in rollouts:
         versions.setdefault(rollout.policy_version, []).append(rollout)
     if len(versions) > 1:
@@ -168,9 +168,9 @@ def simulate_run(rollouts: Sequence[Rollout], engine: Engine, batch: int) -> lis
     return gains + (_simulate(earlier, _grouped([half for _, half in halves], batch), engine, batch) if halves else [])
 
 
-def _grouped(problems: Sequence[Sequence[Rollout]], batch: int) -> list[list[Rollout]]:
+def _grouped(problems: Sequence[Sequence[RecordedRollout]], batch: int) -> list[list[RecordedRollout]]:
     """Phases of whole problems."""
-    phases: list[list[Rollout]] = []
+    phases: list[list[RecordedRollout]] = []
     for problem in problems:
         if not phases or len(phases[-1]) >= max(2 * batch, 32):
             phases.append([])
@@ -178,7 +178,9 @@ def _grouped(problems: Sequence[Sequence[Rollout]], batch: int) -> list[list[Rol
     return phases
 
 
-def _simulate(earlier: Sequence[Rollout], phases: Sequence[list[Rollout]], engine: Engine, batch: int) -> list[Gain]:
+def _simulate(
+    earlier: Sequence[RecordedRollout], phases: Sequence[list[RecordedRollout]], engine: Engine, batch: int
+) -> list[Gain]:
     # The host's drafter stands for the device's, which drafts much the same.
     drafter = build_drafter("history", max_draft_tokens=engine.k, min_survival=0.0)
     known, results = {rollout.problem_id for rollout in earlier}, []
@@ -280,7 +282,7 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
     return "worth it from the second epoch on" if least.get("later", 0.0) >= WORTH_IT else "not worth it"
 
 
-def _read(args: Namespace) -> list[Rollout]:
+def _read(args: Namespace) -> list[RecordedRollout]:
     if find_spec("pyarrow") is None:
         raise ImportError(f"recordings are read with pyarrow: {install('estimate')}")
     if not 1 <= args.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
@@ -290,7 +292,7 @@ def _read(args: Namespace) -> list[Rollout]:
     if min(args.requests) < 1:
         raise ValueError(f"--requests must be positive, got {min(args.requests)}")
     tokenizer = None if args.tokenizer is None else load_tokenizer(args.tokenizer)
-    logs: list[list[Rollout]] = []
+    logs: list[list[RecordedRollout]] = []
     unusable = []
     for path in args.paths:
         try:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rollout_spec.budget import Budget
 from rollout_spec.drafters.base import Drafter
 from rollout_spec.estimate.costs import EngineCost, Floats, MeasuredCost
-from rollout_spec.estimate.recorded import RecordedTarget, Rollout
+from rollout_spec.estimate.recorded import RecordedRollout, RecordedTarget
 from rollout_spec.loop import Decoder
 from rollout_spec.measured_schedule import MeasuredSchedule
 from rollout_spec.step_sizes import CHEAP_TOKENS, CHEAP_TOKENS_A100, MOST_CUT_REQUESTS, affordable_ranges
@@ -102,12 +102,12 @@ class Step(NamedTuple):
     draft_seconds: float
     tokens: int
     """Generated so far, the first one of each rollout included."""
-    ended: list[tuple[Rollout, float]]
+    ended: list[tuple[RecordedRollout, float]]
     """The rollouts that have ended, and the seconds of each, by an equal share of its steps."""
 
 
 def simulate(
-    rollouts: Sequence[Rollout],
+    rollouts: Sequence[RecordedRollout],
     drafter: Drafter,
     policy: Policy,
     cost: EngineCost | MeasuredCost,
@@ -131,7 +131,7 @@ def simulate(
         decoder.drafting.draft = lambda *args, **kwargs: policy.cut(draft(*args, **kwargs), decoder)  # type: ignore[method-assign]
     waiting = [rollout for rollout in reversed(rollouts) if rollout.token_ids.size]
     tokens, clock = 0, 0.0  # the seconds of a request that was there from the beginning
-    started: dict[str, tuple[Rollout, float]] = {}
+    started: dict[str, tuple[RecordedRollout, float]] = {}
     while waiting or decoder.live:
         while waiting and len(decoder.live) < batch:
             rollout = waiting.pop()
@@ -157,7 +157,7 @@ def simulate(
         decoder.observe_step(counts, seconds, draft_seconds)
         if schedule is not None:
             schedule.observe(np.full(num_requests, k), counts.accepted, seconds)
-        target.settle(decoder)
+        target.end_finished(decoder)
         tokens += int(counts.emitted.sum())
         clock += seconds / num_requests
         ended = []

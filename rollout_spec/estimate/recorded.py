@@ -21,7 +21,7 @@ from rollout_spec.loop import Decoder, RequestState, Targets
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Int32Array
 
 
-class Rollout(NamedTuple):
+class RecordedRollout(NamedTuple):
     """A recorded rollout of n tokens.
 
     Attributes:
@@ -46,7 +46,7 @@ class Rollout(NamedTuple):
         return max(self.num_prompt_tokens, self.prompt_token_ids.size) + self.token_ids.size / 2
 
 
-def read_rollouts(source: str, tokenizer: Any = None) -> list[Rollout]:
+def read_rollouts(source: str, tokenizer: Any = None) -> list[RecordedRollout]:
     """The rollouts of a folder of history, or of a file that `history import` reads. Says on stderr what is left out.
 
     Args:
@@ -70,7 +70,7 @@ def read_rollouts(source: str, tokenizer: Any = None) -> list[Rollout]:
     if bad:
         print(f"{len(bad):,} left out, first {bad[0]}", file=sys.stderr)
     return [
-        Rollout(
+        RecordedRollout(
             k.problem_id, prompt, k.tokens, k.order, features=k.features,
             num_prompt_tokens=0 if k.root is None else k.root.length,
         )
@@ -78,7 +78,7 @@ def read_rollouts(source: str, tokenizer: Any = None) -> list[Rollout]:
     ]  # fmt: skip
 
 
-def without_copies(logs: Sequence[Sequence[Rollout]]) -> tuple[list[Rollout], int]:
+def without_copies(logs: Sequence[Sequence[RecordedRollout]]) -> tuple[list[RecordedRollout], int]:
     """The rollouts of several logs in their order, without copies, and how many were copies. See `Copies`."""
     steps: defaultdict[tuple[int, int], defaultdict[int, list[Int32Array]]] = defaultdict(lambda: defaultdict(list))
     for number, log in enumerate(logs):
@@ -95,25 +95,27 @@ def without_copies(logs: Sequence[Sequence[Rollout]]) -> tuple[list[Rollout], in
     return kept, copies.num_dropped
 
 
-def by_problem(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+def by_problem(rollouts: Sequence[RecordedRollout]) -> list[list[RecordedRollout]]:
     """The rollouts of each problem, in the order of their first rollouts."""
-    problems: dict[int, list[Rollout]] = {}
+    problems: dict[int, list[RecordedRollout]] = {}
     for rollout in rollouts:
         problems.setdefault(rollout.problem_id, []).append(rollout)
     return list(problems.values())
 
 
 class RecordedTarget:
-    """Recorded rollouts as the target of a `Decoder`. After its `step` call `settle`.
+    """Recorded rollouts as the target of a `Decoder`. After its `step` call `end_finished`.
 
     After its `start`, too, where the first run of a rollout may have a single token.
     """
 
     def __init__(self) -> None:
-        self._recorded: dict[str, tuple[Rollout, list[int], list[int]]] = {}  # with its tokens and the ends of its runs
+        self._recorded: dict[
+            str, tuple[RecordedRollout, list[int], list[int]]
+        ] = {}  # with its tokens and the ends of its runs
         self._num_requests = 0
 
-    def request(self, rollout: Rollout) -> RequestState:
+    def request(self, rollout: RecordedRollout) -> RequestState:
         """A new request, which will say what was recorded."""
         self._num_requests, req_id = self._num_requests + 1, str(self._num_requests)
         ends = np.cumsum(rollout.runs or (rollout.token_ids.size,)).tolist()
@@ -138,7 +140,7 @@ class RecordedTarget:
             start += len(draft) + 1
         return Targets(token_ids, features=features if features.any() else NO_FEATURES)
 
-    def settle(self, decoder: Decoder, *, keep: bool = True) -> None:
+    def end_finished(self, decoder: Decoder, *, keep: bool = True) -> None:
         """Append what an environment answers, and stop the requests that have ended."""
         for request in list(decoder.live):
             rollout, _, ends = self._recorded[request.req_id]
@@ -152,7 +154,7 @@ class RecordedTarget:
                 del self._recorded[request.req_id]
 
 
-def add_rollout(drafter: Any, rollout: Rollout) -> None:
+def add_rollout(drafter: Any, rollout: RecordedRollout) -> None:
     """Put a rollout that has ended into a drafter's history."""
     drafter.start_request("earlier", rollout.prompt_token_ids, problem_id=rollout.problem_id)
     has_features = rollout.features is not None and getattr(drafter, "wants_features", False)

@@ -60,7 +60,7 @@ def drive(drafter, seed):
             targets = rng.integers(0, 3, sum(verified) + rows.size)
             targets[rng.random(targets.size) < 0.1] = -1
         learned = drafting.learn(sampled(table, rows, tokens, accepted, num_verified=verified), targets)
-        proposed = drafting.draft(rows, learned.room, num_tokens=rows.size)
+        proposed = drafting.draft(rows, learned.limits, num_tokens=rows.size)
         drafted = {
             req_id: draft[:n].tolist()
             for req_id, draft, n in zip(chosen, proposed.token_ids, proposed.lengths, strict=True)
@@ -109,7 +109,7 @@ def test_late_tokens_are_context_at_once_and_candidates_once_they_are_indexed(in
     def say(req_id, *tokens):
         """Returns the draft for what follows."""
         rows = rows_of(drafting, [req_id])
-        drafts = drafting.draft(rows, drafting.learn(sampled(drafter.table, rows, [tokens])).room, num_tokens=1)
+        drafts = drafting.draft(rows, drafting.learn(sampled(drafter.table, rows, [tokens])).limits, num_tokens=1)
         return drafts.token_ids[0, : drafts.lengths[0]].tolist()
 
     say("a", 1, 2, 3, 4, 5, 6)
@@ -180,7 +180,7 @@ class Wild(HistoryDrafter):
         super().__init__(max_draft_tokens=K)
         self.wild = token, confidence, length
 
-    def propose_rows(self, rows, room):
+    def propose_rows(self, rows, limits):
         drafts = self.table.arrays.history
         drafts.tokens[rows], drafts.confidence[rows], drafts.lengths[rows] = self.wild
 
@@ -206,5 +206,5 @@ def test_drafts_that_cannot_be_verified_are_refused(token, confidence, length, m
     table.limit(0, max_tokens=3, min_tokens=0, stop_token_ids=[])
     learned = drafting.learn(sampled(table, rows, [[1]]))
     with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
-        drafts = drafting.draft(rows, learned.room, num_tokens=1)
+        drafts = drafting.draft(rows, learned.limits, num_tokens=1)
         assert drafts.token_ids[0, : drafts.lengths[0]].tolist() == [token]

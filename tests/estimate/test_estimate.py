@@ -23,8 +23,8 @@ from rollout_spec.estimate.costs import (
 )
 from rollout_spec.estimate.phases import Adaptive, simulate, sum_up
 from rollout_spec.estimate.recorded import (
+    RecordedRollout,
     RecordedTarget,
-    Rollout,
     add_rollout,
     by_problem,
     read_rollouts,
@@ -61,7 +61,7 @@ a,1,4096,4,16.0
 def test_nothing_is_known_after_a_difference():
     """A drafter that learns from what a target says of rejected drafts would be told too much."""
     target = RecordedTarget()
-    request = target.request(Rollout(1, np.array([9], np.int32), np.array([5, 6, 7, 8], np.int32)))
+    request = target.request(RecordedRollout(1, np.array([9], np.int32), np.array([5, 6, 7, 8], np.int32)))
     assert target([request], [[5, 1, 7]]).token_ids.tolist() == [5, 6, PLACEHOLDER_TOKEN_ID, PLACEHOLDER_TOKEN_ID]
 
 
@@ -171,7 +171,7 @@ def test_phases_without_drafts_are_those_of_the_simulation(batch):
     """Which takes longer to decode them; and the rollouts' shares of the steps add up to all of them."""
     rng = np.random.default_rng(0)
     lengths = [1, 40, 2, *rng.integers(1, 50, 20).tolist()]
-    rollouts = [Rollout(n % 3, PROMPT, np.arange(size, dtype=np.int32)) for n, size in enumerate(lengths)]
+    rollouts = [RecordedRollout(n % 3, PROMPT, np.arange(size, dtype=np.int32)) for n, size in enumerate(lengths)]
     cost = step_cost(SHAPES["7b"], "h100", drafts=False)
     drafter = build_drafter("history", max_draft_tokens=4)
     steps = list(simulate(rollouts, drafter, lambda num_requests: 0, cost, num_speculative_tokens=4, batch=batch))
@@ -195,7 +195,7 @@ def test_what_it_says():
 
 def test_a_prompt_counts_once_and_one_without_steps_not_at_all():
     rollouts = [
-        Rollout(n, PROMPT, np.arange(2 if n < 10 else 1, dtype=np.int32), version)
+        RecordedRollout(n, PROMPT, np.arange(2 if n < 10 else 1, dtype=np.int32), version)
         for version in (0, 1)
         for n in range(12)
     ]
@@ -209,7 +209,7 @@ def test_a_prompt_counts_once_and_one_without_steps_not_at_all():
 
 
 def test_versions_are_decoded_in_their_order_not_in_that_of_the_files():
-    rollouts = [Rollout(0, PROMPT, np.arange(step + 1, dtype=np.int32), step) for step in (10, 2)]
+    rollouts = [RecordedRollout(0, PROMPT, np.arange(step + 1, dtype=np.int32), step) for step in (10, 2)]
     early, late = simulate_run(rollouts, Engine(UNIT_COST, UNIT_COST, lambda num_requests: 8, 8), 4)
     assert (early.num_tokens, late.num_tokens) == (2, 10)
 
@@ -217,7 +217,7 @@ def test_versions_are_decoded_in_their_order_not_in_that_of_the_files():
 def test_of_too_many_requests_no_drafts_are_cut_as_in_engines(monkeypatch):
     monkeypatch.setattr(phases, "MOST_CUT_REQUESTS", 3)
     text = np.tile(np.arange(5, dtype=np.int32), 8)
-    rollouts = [Rollout(0, PROMPT, text[: 20 + 5 * n]) for n in range(5)]
+    rollouts = [RecordedRollout(0, PROMPT, text[: 20 + 5 * n]) for n in range(5)]
     drafter, policy = (
         build_drafter("history", max_draft_tokens=4),
         Adaptive(lambda requests, sizes: np.ones(len(sizes)), 4, 8),
@@ -236,7 +236,7 @@ def test_each_phase_begins_alike(step_seconds, num_drafted):
     """Its requests have the same numbers as those of the last one, and their drafts count as certain."""
     texts = np.random.default_rng(0).integers(0, 3, (4, 40), np.int32)
     rollouts, policy = (
-        [Rollout(0, PROMPT, text) for text in texts],
+        [RecordedRollout(0, PROMPT, text) for text in texts],
         Adaptive(lambda requests, sizes: sizes + step_seconds, 4, 4),
     )
     policy.schedule.choose = lambda num_requests: 4

@@ -11,7 +11,7 @@ from rollout_spec.budget import Budget
 from rollout_spec.drafters import build_drafter
 from rollout_spec.estimate.costs import EngineCost
 from rollout_spec.estimate.phases import simulate, sum_up
-from rollout_spec.estimate.recorded import Rollout
+from rollout_spec.estimate.recorded import RecordedRollout
 from rollout_spec.measured_schedule import MeasuredSchedule
 
 FLAT = EngineCost(np.array([1.0, 2.0]), np.array([1.0, 1.0]))
@@ -27,7 +27,7 @@ def phase_rollouts(num_problems=3, samples=6, tokens=120, seed=0):
         for _ in range(samples):
             text = np.where(rng.random(tokens) < 0.15, rng.integers(0, 200, tokens), base)
             text = text[: int(rng.integers(tokens // 2, tokens))].astype(np.int32)
-            rollouts.append(Rollout(number, np.array([number, 7], np.int32), text))
+            rollouts.append(RecordedRollout(number, np.array([number, 7], np.int32), text))
     return rollouts
 
 

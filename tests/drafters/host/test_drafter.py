@@ -62,7 +62,7 @@ def test_prompts_are_stored_once_per_problem_until_their_last_user_leaves():
     assert recorder.drafter._store.num_tokens == 2 * len(prompt) + 3
     for name in "abc":
         recorder.stop(name, keep=False)
-    assert recorder.drafter._store.num_tokens == len(recorder.drafter._problem_users) == 0
+    assert recorder.drafter._store.num_tokens == len(recorder.drafter._problems) == 0
 
 
 def test_texts_and_features_are_copied_when_they_are_given_and_drafts_when_they_are_returned():

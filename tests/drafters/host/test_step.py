@@ -169,7 +169,7 @@ def test_what_is_learned_from_a_step(kind, some, steps, seed, is_late):
             assert table.arrays.num_offered[request.row] == 0
             if kind == "history" and said:
                 assert table.arrays.history.lengths[request.row] == 0
-        assert learned.room.tolist() == room
+        assert learned.limits.tolist() == room
         assert learned.num_live == sum(not plain.end(request)[1] for request in now)
         assert learned.num_emitted == num_emitted
         if kind == "history":

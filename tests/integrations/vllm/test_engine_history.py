@@ -74,4 +74,4 @@ def test_a_drafter_that_raises_in_the_end_keeps_nothing_from_being_written(tiny_
     monkeypatch.setattr(session.drafter.rollouts, "take_recorded", lambda **options: 1 / 0)
     session.close()
     assert len(rollouts_in(tmp_path / "history")) == 3
-    assert not session.is_learning
+    assert not session.is_drafter_alive

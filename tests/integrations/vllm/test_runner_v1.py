@@ -44,7 +44,7 @@ class Runner:
         session = SimpleNamespace(
             stats=SpeculationStats(),
             enabled=True,
-            is_learning=True,
+            is_drafter_alive=True,
             drafter=SimpleNamespace(wants_rejected_targets=False),
             set_enabled=lambda enabled: None,
             update_index=Mock(),
@@ -186,7 +186,7 @@ def test_where_scheduling_is_asynchronous_the_last_step_is_counted_by_the_next_c
 def test_where_nothing_learns_a_step_is_counted_before_it_ends():
     """No `draft` follows, and there may be no next step."""
     runner = Runner(DRAFTS, TARGETS)
-    runner.adapter.session.is_learning = False
+    runner.adapter.session.is_drafter_alive = False
     runner.sample()
     assert runner.adapter.stats.steps == 1
     runner.logits[4] = torch.nan

@@ -82,7 +82,7 @@ def advance(session, tokens, outcomes=None, *, ended=(), step_tokens=None, reque
     session.finish_requests(ended, ())
     requests = requests or {req_id: a_request((7, len(req_id))) for req_id in tokens}
     schedule(session, {req_id: request for req_id, request in requests.items() if req_id in tokens})
-    if not session.is_learning:
+    if not session.is_drafter_alive:
         return {req_id: [] for req_id in tokens}
     outcomes = {req_id: Outcome([0], 0, o) if isinstance(o, int) else o for req_id, o in (outcomes or {}).items() if o}
     followed = session.rows_of(list(tokens))
@@ -197,7 +197,7 @@ def test_a_drafter_that_raises_ends_speculation_or_where_other_ranks_go_on_the_r
     drafts = go_through_a_life()
     if method != "output_of":
         assert not any(step.get("a") for step in drafts[1:])
-    assert (session.is_learning, session.stats.drafter_errors, session.num_live_requests()) == (False, 1, 0)
+    assert (session.is_drafter_alive, session.stats.drafter_errors, session.num_live_requests()) == (False, 1, 0)
     with pytest.raises(RuntimeError, match="its drafter has raised"):
         session.set_enabled(True)
     session.update_index()

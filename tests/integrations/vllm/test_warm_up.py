@@ -60,7 +60,7 @@ def run_a_session(config):
                 drafted = advance(session, tokens, outcomes, ended=ended, requests=requests, has_features=turn > 0)
                 ended = []
         session.drafter.stop_request(next(iter(session.live)), keep=False)
-        assert session.is_learning
+        assert session.is_drafter_alive
     for temperature in (0.0, 1.0):
         for dtype in (torch.float32, torch.bfloat16):
             for lengths in ([0], [2, 0, 3]):
