@@ -55,7 +55,7 @@ def test_help_and_doctor_need_no_numba(tmp_path):
     path.write_text(json.dumps(a_report()))
     done = run_without_numba("doctor", path)
     assert done.returncode == 0, done.stderr
-    assert "Where the time of a step goes" in done.stdout
+    assert "A step takes" in done.stdout
     done = run_without_numba("doctor")
     assert done.returncode == 1
     assert "problem  numba cannot be used" in done.stdout

@@ -676,10 +676,10 @@ def test_texts_that_move_together_move_to_where_none_of_them_is():
 def test_of_requests_that_say_nothing_nothing_is_recorded():
     """The host does not know that one is aborted before its first token. Of one that is not kept nothing is known."""
     engine = Engine()
-    engine.drafter.record_rollouts()
+    engine.drafter.rollouts.is_recording = True
     aborted, dropped = engine.start([1, 2]), engine.start([3], problem_id=4)
     engine.propose(num_sampled=torch.zeros(2, dtype=torch.int32))
     engine.drafter.stop_requests([EndedRequest(engine.live.pop(aborted), 4)])
     engine.stop(dropped, keep=False)
-    assert engine.drafter.take_recorded(wait=True) == []
-    assert not engine.drafter.knows(4)
+    assert engine.drafter.rollouts.take_recorded(wait=True) == []
+    assert not engine.drafter.rollouts.knows(4)
