@@ -34,8 +34,8 @@ times their median. The median alone is no measure: of few requests, a step in w
 long as one in which some are verified."""
 TRIAL, TRIED_DRAFTS, MOST_TRIALS = 5, 32, 2
 """A K is tried for TRIAL steps in a row, of which two count (`observe_output`). During a pause few requests are given
-some TRIED_DRAFTS whole drafts, which tell how many tokens are right. While no time is known, as that of a step with
-prompts says nothing, a K is tried MOST_TRIALS times."""
+some TRIED_DRAFTS whole drafts, which tell how many tokens are right. Steps with prompts are not timed: a K of which no
+step could be timed is tried at most MOST_TRIALS times."""
 WORTH_IT, SURELY = 1.1, 2.5
 """Whole drafts whose time is not known are made if they give WORTH_IT times the tokens. With SURELY times nothing else
 is tried: on an H100 a step with drafts took the host 1.5 to 2.2 times as long as one without."""

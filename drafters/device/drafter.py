@@ -56,7 +56,7 @@ TOKENS_PER_DOCUMENT, TOKENS_PER_PROBLEM = 16, 256
 MORE_ROOM = 1024
 """For at least so many further tokens a live request gets room when it needs some."""
 NO_PROBLEM = -(2**64)
-"""Requests without a problem get ids from here downwards, apart from hashes and from callers' ids."""
+"""A request without a problem has the id NO_PROBLEM - slot. Hashes and callers' ids are never negative."""
 
 
 def token_bytes(*, features: bool) -> int:
@@ -310,7 +310,10 @@ class DeviceDrafter:
         for request in ended:
             if request.slot not in self._live:
                 raise ValueError(f"slot {request.slot} is free: start_request comes first")
-        self._publish()
+        self._publish()  # what is retired is found by the tables on the device
+        # Places first: finding one may evict others, also rollouts of this call, which are not retired then. The rest
+        # of a request's piece is freed only after that, so that nobody gets it. Problems become idle last: from then on
+        # they may be evicted.
         retired: dict[int, _Retired] = {}
         left: dict[int, _Problem] = {}
         for request in ended:
@@ -330,7 +333,7 @@ class DeviceDrafter:
             self._pool.release(first + capacity, size - begin - capacity)
             problem.members[problem.members.index(request.slot)] = document
             self._keep(problem, document, first, capacity)
-            retired.pop(document, None)  # a rollout that ended in this call and was evicted for this one
+            retired.pop(document, None)  # a rollout of this call that was evicted for this one
             retired[document] = _Retired(request, live, first, capacity)
         retired = {document: entry for document, entry in retired.items() if document in entry.live.problem.pieces}
         if retired:

@@ -2,10 +2,10 @@
 
 V2's model runner times its CUDA graphs at start. In each step it then keeps those draft tokens, of all requests, that
 are worth the time of their verification by the drafter's confidence; where the device would wait for the host, it
-counts as free (`host_time.py`). Whether an engine's attention kernels allow that, the workers know once vLLM has made
-them. The scheduler is made after that, maybe in another process, and reads a schedule of K by the number of requests.
-So one of ours is in vLLM's configuration from the beginning, and the engine's core replaces it if its workers cut
-drafts. `measured_schedule.py` then decides whether steps have drafts at all, and how many where they are not cut.
+counts as free (`host_time.py`). Only the workers know whether the attention kernels allow that, and the scheduler is
+made after them, maybe in another process. So vLLM's configuration has a schedule of K by the number of requests from
+the beginning, and the engine's core replaces it once its workers have said that they cut drafts. `MeasuredSchedule`
+then decides whether steps have drafts at all, and how many where they are not cut.
 """
 
 from __future__ import annotations

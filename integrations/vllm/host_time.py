@@ -25,8 +25,8 @@ STEPS = 16
 class HostTime:
     """Lets vLLM's adaptive verification count a step's time as at least the host's.
 
-    The host's time is that from one forward pass's launch to the next one's. It is known where the device was idle at
-    both: otherwise the host may have waited for it, and takes at most that long.
+    The host's time is that from one forward pass's launch to the next one's, if the device was idle at both. If it was
+    not, the host may have waited for it, so this time is an upper bound.
 
     Steps in which nothing is drafted do not count, and leave the confidences that vLLM knows of requests as they are.
 
