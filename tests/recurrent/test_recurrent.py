@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import vllm
 from vllm import SamplingParams
 
 from rollout_spec import engine_kwargs
-from tests.integrations.engines import DEVICE, build, generate, set_step_times, stats_of
+from tests.integrations.engines import DEVICE, IS_V2, OF_RUNNER, build, generate, set_step_times, stats_of
 from tests.recurrent import drafter
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(vllm.__version_tuple__[:2] < (0, 32), reason="refused: this vLLM mixes up recurrent states"),
 ]
-only_v2 = pytest.mark.skipif(os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1", reason="needs the V2 runner")
+only_v1 = pytest.mark.skipif(IS_V2, reason="its drafter is on the host")
+only_v2 = pytest.mark.skipif(not IS_V2, reason="needs the V2 runner")
 
 K = 4
 PREFIX = [4 + i * i % 60 for i in range(280)]
@@ -48,6 +47,7 @@ def check(llm, off, prompts=PROMPTS, *, run=generate):
         assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-3)
 
 
+@only_v1
 @pytest.mark.parametrize("pattern", ["every other step", "some requests", "any length", "wrong"])
 def test_drafts_of_any_length(model, off, pattern):
     options = {"drafter": "tests.recurrent.drafter.Cut", "drafter_options": {"pattern": pattern}, "budget": False}
@@ -59,7 +59,7 @@ def test_drafts_of_any_length(model, off, pattern):
 def test_history_and_its_budget(model, off, monkeypatch):
     """With what a user gets: the second epoch is drafted from the first, and some steps have no draft."""
     set_step_times(monkeypatch)
-    llm = build_recurrent(model, **engine_kwargs(drafter="history"))
+    llm = build_recurrent(model, **engine_kwargs(**OF_RUNNER))
     check(llm, off)
     check(llm, off)
     assert stats_of(llm)["accepted_tokens"] > 0
@@ -69,12 +69,12 @@ def test_prefix_caching(model, off):
     """Which keeps recurrent states at some positions of a prompt."""
     if model.name.startswith("mamba2"):
         pytest.skip("the CPU build's prefill of Mamba-2 gives no states within a prompt")
-    options = {"drafter": "tests.recurrent.drafter.Cut", "drafter_options": {"pattern": "some requests"}}
+    of_v1 = {"drafter": "tests.recurrent.drafter.Cut", "drafter_options": {"pattern": "some requests"}, "budget": False}
     llm = build_recurrent(
         model,
         enable_prefix_caching=True,
         mamba_cache_mode="align",
-        **engine_kwargs(num_speculative_tokens=K, budget=False, **options),
+        **engine_kwargs(num_speculative_tokens=K, **(OF_RUNNER or of_v1)),
     )
     prompts = [[1, *PREFIX, *prompt] for prompt in PROMPTS]
     check(llm, off, prompts)
