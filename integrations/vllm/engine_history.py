@@ -150,10 +150,12 @@ class EngineHistory:
     def _hand_over(self, *, wait: bool = False) -> None:
         recorded = self._drafter.rollouts.take_recorded(wait=wait)
         if self._thread is not None and recorded:
-            for rollout in recorded:
-                problem_id = rollout.problem_id
-                order = self._began_of.get(problem_id, self._began)
-                self._thread.add([rollout._replace(root=self._problems.root_of(problem_id), order=order)])
+            self._thread.add(list(map(self._described, recorded)))  # at once, or the thread writes a part of a group
+
+    def _described(self, rollout: Rollout) -> Rollout:
+        """A rollout with its conversation's root and the time at which its generation began."""
+        order = self._began_of.get(rollout.problem_id, self._began)
+        return rollout._replace(root=self._problems.root_of(rollout.problem_id), order=order)
 
     def _add(self, rollouts: Sequence[Rollout]) -> None:
         if rollouts:

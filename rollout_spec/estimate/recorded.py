@@ -110,9 +110,8 @@ class RecordedTarget:
     """
 
     def __init__(self) -> None:
-        self._recorded: dict[
-            str, tuple[RecordedRollout, list[int], list[int]]
-        ] = {}  # with its tokens and the ends of its runs
+        # With its tokens and the ends of its runs.
+        self._recorded: dict[str, tuple[RecordedRollout, list[int], list[int]]] = {}
         self._num_requests = 0
 
     def request(self, rollout: RecordedRollout) -> RequestState:

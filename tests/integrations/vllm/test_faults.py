@@ -14,9 +14,9 @@ pytestmark = pytest.mark.engine
 
 
 def serve(llm, params, prompts):
-    """Requests that come one by one, while all that can be asked is asked, and a policy version begins."""
+    """Requests that come one by one, while all that can be asked is asked."""
     engine, waiting, outputs = llm.llm_engine, list(enumerate(zip(prompts, params, strict=True))), {}
-    step, draft_tokens_since_error = 0, []
+    draft_tokens_since_error = []
     while waiting or engine.has_unfinished_requests():
         for i, (prompt, p) in waiting[:2]:
             engine.add_request(str(i), {"prompt_token_ids": prompt}, p)
@@ -28,7 +28,6 @@ def serve(llm, params, prompts):
         stats = stats_of(llm)
         if stats["drafter_errors"]:
             draft_tokens_since_error.append(stats["draft_tokens"])
-        step += 1
     # In the first step after the error what had been drafted before is verified, and nothing from then on.
     assert len(set(draft_tokens_since_error[1:])) <= 1
     return [outputs[str(i)] for i in range(len(prompts))]
