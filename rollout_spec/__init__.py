@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.config import RolloutSpecConfig, engine_kwargs
-from rollout_spec.imports import install
+from rollout_spec.installation import install
 
 if TYPE_CHECKING:
     from rollout_spec.integrations.trainers.trl import RolloutSpecGenerator

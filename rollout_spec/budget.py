@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.jit.compiler import njit
+from rollout_spec.jit import njit
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

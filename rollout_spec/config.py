@@ -12,7 +12,7 @@ from typing import Any, get_args
 from rollout_spec import checks
 from rollout_spec.drafters import registry
 from rollout_spec.history.folder import open_folder
-from rollout_spec.imports import install
+from rollout_spec.installation import install
 from rollout_spec.types import VerifyMethod
 
 MAX_SPECULATIVE_TOKENS = 128

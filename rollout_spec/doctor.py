@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import rollout_spec
+from rollout_spec import installation
 from rollout_spec.checks import shown
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS, plugin_fault
-from rollout_spec.imports import INSTALL_VLLM, install
+from rollout_spec.installation import INSTALL_VLLM, install
 from rollout_spec.integrations.vllm.compat import check_version
 from rollout_spec.integrations.vllm.config import VARIABLE, read_environment
-from rollout_spec.jit import cache
 from rollout_spec.stats import REPORT_FORMAT
 from rollout_spec.types import VerifyMethod
 
@@ -89,9 +89,9 @@ def look_around() -> Iterator[tuple[str, str]]:
     fault = plugin_fault()
     yield "problem" if fault else "ok", fault or "vLLM loads the plugin"
     yield _tried(VARIABLE, lambda: f"is {'set' if read_environment() else 'not set'}", "correct it")
-    folder = cache.find_folder()
+    folder = installation.find_folder()
     if folder is None:
-        yield "problem", f"no folder can be written, so each process compiles the drafters anew: {cache.REMEDY}"
+        yield "problem", f"no folder can be written, so each process compiles the drafters anew: {installation.REMEDY}"
     else:
         yield "ok", f"compiled drafters are kept in {folder}"
     for package, needed_by, remedy in PACKAGES:

@@ -38,7 +38,7 @@ LONGEST = (
     "runners/test_every_parameter",
     "vllm/test_engine.py",
     "vllm/test_vllm_config",
-    "jit/test_warm_up",
+    "test_jit",
     "test_loop",
     "runners/",
     "integrations/",

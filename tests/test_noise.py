@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from rollout_spec.jit.compiler import njit
+from rollout_spec.jit import njit
 from rollout_spec.noise import host as noise
 from rollout_spec.noise import torch as noise_torch
 from tests.distributions import matches_distribution

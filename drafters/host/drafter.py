@@ -50,7 +50,7 @@ from rollout_spec.features.format import SIGNATURE_BITS, Features, check_feature
 from rollout_spec.history.problems import problem_of_prompt
 from rollout_spec.history.rollout import Rollout
 from rollout_spec.history.store import RolloutStore, check_rollouts
-from rollout_spec.jit.compiler import by_reference
+from rollout_spec.jit import by_reference
 from rollout_spec.types import Draft, Int32Array
 
 IndexKind = Literal["suffix", "ngram"]

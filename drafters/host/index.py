@@ -23,7 +23,7 @@ from rollout_spec.drafters.host.store import (
     step_back,
 )
 from rollout_spec.drafters.host.suffix import Tree
-from rollout_spec.jit.compiler import njit
+from rollout_spec.jit import njit
 from rollout_spec.types import Float32Array
 
 MAX_OWN_CANDIDATES = 24

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.drafters.host.ngram import hash_context
-from rollout_spec.jit.compiler import njit
+from rollout_spec.jit import njit
 from rollout_spec.types import Int32Array
 
 LOOKAHEAD_ORDER = 3

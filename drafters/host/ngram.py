@@ -24,7 +24,7 @@ from rollout_spec.drafters.host.store import (
     problem_of,
     read_back,
 )
-from rollout_spec.jit.compiler import njit
+from rollout_spec.jit import njit
 
 WAYS = 8
 """Positions per bucket: half a cache line."""

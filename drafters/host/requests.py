@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.jit.compiler import by_reference
+from rollout_spec.jit import by_reference
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Float32Array, Int32Array
 
 UNLIMITED = 1 << 31

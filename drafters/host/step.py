@@ -47,7 +47,7 @@ from rollout_spec.drafters.host.voting import (
     weigh,
 )
 from rollout_spec.features.format import Features, no_features
-from rollout_spec.jit.compiler import njit
+from rollout_spec.jit import njit
 from rollout_spec.types import Int32Array
 
 NO_FEATURES = no_features(0)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rollout_spec.drafters.host.constants import MAX_DEPTH
 from rollout_spec.features.format import Features, no_features
-from rollout_spec.jit.compiler import njit
+from rollout_spec.jit import njit
 from rollout_spec.types import Int32Array
 
 PAGE_BITS = 5

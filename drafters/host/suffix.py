@@ -38,7 +38,7 @@ from rollout_spec.drafters.host.store import (
     problem_of,
     read_back,
 )
-from rollout_spec.jit.compiler import njit
+from rollout_spec.jit import njit
 from rollout_spec.types import Int32Array
 
 MAX_WALK = 96

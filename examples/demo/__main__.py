@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.demo import ENVIRONMENT, task
-from rollout_spec.imports import INSTALL_VLLM, install
+from rollout_spec.installation import INSTALL_VLLM, install
 
 NUM_PROBLEMS, GROUP_SIZE, BATCH_SIZE, MAX_MODEL_LEN = 12, 8, 16, 448
 PACKAGES = ("rollout_spec", "matplotlib", "torch", "transformers", "datasets", "trl", "vllm")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rollout_spec import checks
-from rollout_spec.imports import installed_versions
+from rollout_spec.installation import installed_versions
 from rollout_spec.integrations.vllm.runner import RunnerAdapter
 from rollout_spec.stats import REPORT_FORMAT
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from rollout_spec.imports import INSTALL_VLLM
+from rollout_spec.installation import INSTALL_VLLM
 
 OLDEST_VERSION, NEWEST_VERSION = (0, 24), (0, 33)
 """The range of tested vLLM versions: newer ones warn, older ones raise."""

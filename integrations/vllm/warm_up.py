@@ -16,7 +16,7 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.host.step import Sampled
 from rollout_spec.drafting import Drafting
-from rollout_spec.jit.cache import REMEDY, find_folder
+from rollout_spec.installation import REMEDY, find_folder
 from rollout_spec.launches import freeze_constants
 from rollout_spec.types import LogprobsMode, SamplingBatch
 from rollout_spec.verify.api import lay_out, verify_rows

@@ -38,7 +38,7 @@ from rollout_spec.estimate.costs import (
 from rollout_spec.estimate.phases import Adaptive, Phase, Policy, k_by_requests, simulate, sum_up
 from rollout_spec.estimate.recorded import RecordedRollout, add_rollout, by_problem, read_rollouts, without_copies
 from rollout_spec.history.command import load_tokenizer
-from rollout_spec.imports import install
+from rollout_spec.installation import install
 from rollout_spec.measured_schedule import MeasuredSchedule
 
 Ints = NDArray[np.int64]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.checks import first_line, num_bytes
-from rollout_spec.imports import install
+from rollout_spec.installation import install
 
 if TYPE_CHECKING:  # what a command imports takes long, and `--help` does not need it
     from rollout_spec.history.folder import Found, HistoryFolder

@@ -29,7 +29,7 @@ from numba.extending import register_jitable
 from numpy.typing import ArrayLike, NDArray
 
 from rollout_spec.checks import shown
-from rollout_spec.jit.compiler import njit
+from rollout_spec.jit import njit
 
 DOMAIN_TARGET = 0
 """Stream of the target's sample at each position. The same as vLLM's fp32 noise."""

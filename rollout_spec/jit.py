@@ -19,7 +19,7 @@ from numba.core import caching, types
 from numba.core.registry import CPUDispatcher
 from numba.experimental import structref
 
-from rollout_spec.jit.cache import find_folder
+from rollout_spec.installation import find_folder
 
 
 def njit(function: Callable[..., Any] | None = None, *, allocates: bool = True, **options: Any) -> Any:

@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 
 import rollout_spec
-from rollout_spec.jit import cache
-from rollout_spec.jit import compiler as jit
-from rollout_spec.jit.compiler import by_reference, njit
+from rollout_spec import installation, jit
+from rollout_spec.jit import by_reference, njit
 
 PACKAGE = Path(rollout_spec.__file__).parent
 compiles = pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="nothing is compiled")
@@ -122,7 +121,7 @@ def test_damaged_code_is_compiled_again(monkeypatch, tmp_path):
 
 
 def test_no_other_module_compiles_with_a_cache_of_its_own():
-    for path in {*PACKAGE.glob("*/**/*.py"), *PACKAGE.glob("drafters/**/*.py")} - {PACKAGE / "jit/compiler.py"}:
+    for path in {*PACKAGE.glob("**/*.py"), *PACKAGE.glob("drafters/**/*.py")} - {PACKAGE / "jit.py"}:
         assert not re.search(r"from numba import|\b(numba|nb)\.(n?jit|vectorize|guvectorize)\b", path.read_text()), path
 
 
@@ -170,9 +169,9 @@ def test_the_digest_covers_files_of_every_depth(tmp_path, monkeypatch):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("x = 1")
     (tmp_path / "package" / "link").symlink_to(tmp_path / "linked")
-    monkeypatch.setattr(cache, "__file__", str(tmp_path / "package" / "jit" / "cache.py"))
-    seen = {cache.digest.__wrapped__()}
+    monkeypatch.setattr(installation, "__file__", str(tmp_path / "package" / "installation.py"))
+    seen = {installation.digest.__wrapped__()}
     for file in files:
         file.write_text("x = 2")
-        seen.add(cache.digest.__wrapped__())
+        seen.add(installation.digest.__wrapped__())
     assert len(seen) == 4

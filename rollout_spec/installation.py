@@ -1,10 +1,12 @@
-"""Where compiled code is kept: a folder named by what it depends on. Does not import numba."""
+"""What is installed: how to install what is missing, versions, and where compiled code is kept. Imports no numba."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import glob
 import hashlib
+import importlib.metadata
 import os
 import tempfile
 from pathlib import Path
@@ -15,15 +17,34 @@ SETTINGS = ("NUMBA_BOUNDSCHECK", "NUMBA_DEBUGINFO", "NUMBA_OPT")
 REMEDY = "set the environment variable NUMBA_CACHE_DIR to a folder that can be written"
 
 
+def install(*extras: str) -> str:
+    """The command that installs extras of ours, for messages. It also works with an editable install."""
+    return f"pip install 'rollout-spec[{','.join(extras)}]'"
+
+
+INSTALL_VLLM = f"{install('vllm')}, on a CPU `make install-cpu` in a clone of the repository"
+"""The same of vLLM, whose CPU build no extra can bring."""
+
+
+@functools.cache  # reads files
+def installed_versions(packages: tuple[str, ...]) -> dict[str, str]:
+    """Versions of those packages that are installed."""
+    found = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
 @functools.cache
 def digest() -> str:
     """Names our files and what else compiled code depends on."""
-    package = Path(__file__).parents[1]
-    known = hashlib.blake2b(digest_size=10)
+    package = Path(__file__).parent
+    found = hashlib.blake2b(digest_size=10)
     for name in sorted(glob.glob("**/*.py", root_dir=package, recursive=True)):  # follows a checkout's links
-        known.update(name.encode() + Path(package, name).read_bytes())
-    known.update(repr((np.__version__, [os.environ.get(name) for name in SETTINGS])).encode())
-    return known.hexdigest()
+        found.update(name.encode() + Path(package, name).read_bytes())
+    found.update(repr((np.__version__, [os.environ.get(name) for name in SETTINGS])).encode())
+    return found.hexdigest()
 
 
 @functools.cache

@@ -1,1 +1,0 @@
-"""Compiling functions of ours with numba: the decorators and the cache of machine code."""
