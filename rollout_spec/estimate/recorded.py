@@ -16,7 +16,7 @@ import numpy as np
 
 from rollout_spec.drafters.host.step import NO_FEATURES
 from rollout_spec.features.format import Features, no_features
-from rollout_spec.history.copies import Copies
+from rollout_spec.history.logs import Copies, read
 from rollout_spec.loop import Decoder, RequestState, Targets
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Int32Array
 
@@ -56,7 +56,6 @@ def read_rollouts(source: str, tokenizer: Any = None) -> list[RecordedRollout]:
         ValueError: nothing in it can be used, or text comes without the model's tokenizer.
     """
     from rollout_spec.history.folder import HistoryFolder, Origin
-    from rollout_spec.history.logs import read
 
     bad: list[str] = []
     if "://" in source or Path(source).is_dir():

@@ -90,9 +90,8 @@ def load_tokenizer(name: str) -> Any:
 
 
 def _import(args: argparse.Namespace) -> None:
-    from rollout_spec.history.copies import Copies
     from rollout_spec.history.folder import HistoryFolder, Origin, fingerprint
-    from rollout_spec.history.logs import read
+    from rollout_spec.history.logs import Copies, read
 
     for path in args.files:  # a misspelt name, before anything is written
         if path.is_dir():

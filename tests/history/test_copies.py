@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout_spec.history.copies import Copies
+from rollout_spec.history.logs import Copies
 
 
 def find(*steps):
