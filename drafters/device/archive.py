@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollout_spec.history.rollout import Rollout
+from rollout_spec.history.store import Rollout
 
 
 class Ranges:

@@ -44,8 +44,7 @@ from rollout_spec.drafters.host.constants import CELLS, MAX_DEPTH, SOURCES
 from rollout_spec.drafters.registry import MAX_INDEX_BYTES, MAX_RESIDENT_TOKENS
 from rollout_spec.features.format import FEATURE_WORDS, Features, no_features
 from rollout_spec.history.problems import problem_of_prompt
-from rollout_spec.history.rollout import Rollout
-from rollout_spec.history.store import RolloutStore, check_rollouts
+from rollout_spec.history.store import Rollout, RolloutStore, check_rollouts
 from rollout_spec.launches import freeze_constants
 from rollout_spec.transfers import copy_to_host, runs_later, upload
 

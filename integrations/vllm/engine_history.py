@@ -18,8 +18,7 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.history.exchange import FolderThread
 from rollout_spec.history.folder import HistoryFolder, Origin, fingerprint
 from rollout_spec.history.problems import Problems
-from rollout_spec.history.rollout import Rollout
-from rollout_spec.history.store import RolloutStore
+from rollout_spec.history.store import Rollout, RolloutStore
 from rollout_spec.integrations.vllm.ranks import is_first_rank
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from rollout_spec.installation import install
 
 if TYPE_CHECKING:  # what a command imports takes long, and `--help` does not need it
     from rollout_spec.history.folder import Found, HistoryFolder
-    from rollout_spec.history.rollout import Rollout
+    from rollout_spec.history.store import Rollout
 
 BATCH_TOKENS = 4_000_000
 """So many tokens are read before they are written, a file for each problem and step."""
@@ -176,7 +176,7 @@ def _open(url: str) -> tuple[HistoryFolder, list[Found]]:
 
 
 def _stats(args: argparse.Namespace) -> None:
-    from rollout_spec.history.rollout import FIRST_TIME
+    from rollout_spec.history.store import FIRST_TIME
 
     folder, files = _open(args.dir)
     num_tokens, orders = 0, list[int]()

@@ -20,7 +20,7 @@ from multiprocessing.pool import ThreadPool
 from typing import Any
 
 from rollout_spec.history.folder import READERS, HistoryFolder
-from rollout_spec.history.rollout import Rollout
+from rollout_spec.history.store import Rollout
 
 logger = logging.getLogger(__name__)
 

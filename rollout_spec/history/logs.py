@@ -12,7 +12,7 @@ import numpy as np
 
 from rollout_spec.checks import first_line, shown
 from rollout_spec.history.problems import problem_of_prompt, root_of_prompt
-from rollout_spec.history.rollout import CONTEXT_TOKENS, FIRST_TIME, Rollout
+from rollout_spec.history.store import CONTEXT_TOKENS, FIRST_TIME, Rollout
 from rollout_spec.types import Int32Array
 
 COLUMNS = (

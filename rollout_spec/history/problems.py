@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.history.rollout import Root
+from rollout_spec.history.store import Root
 from rollout_spec.noise.host import derive_seed
 from rollout_spec.types import Int32Array
 

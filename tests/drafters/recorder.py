@@ -19,7 +19,7 @@ from rollout_spec.drafters.host.store import DOCUMENT, LENGTH, PAGE_BITS, PAGE_M
 from rollout_spec.drafters.host.suffix import MAX_VISITS
 from rollout_spec.features.format import SIGNATURE_WORDS, TOP_TOKENS, Features, pack
 from rollout_spec.history.problems import problem_of_prompt
-from rollout_spec.history.rollout import Rollout
+from rollout_spec.history.store import Rollout
 from rollout_spec.types import Draft
 from tests import naive
 from tests.naive import Place, Text

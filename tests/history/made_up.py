@@ -6,7 +6,7 @@ import numpy as np
 
 from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.history.folder import HistoryFolder, Origin
-from rollout_spec.history.rollout import Rollout, Root
+from rollout_spec.history.store import Rollout, Root
 
 ORIGIN = Origin(tokenizer="of the test", vocab_size=10_000, model="tiny", states="8 layers")
 

@@ -13,7 +13,7 @@ pytest.importorskip("pyarrow")
 from rollout_spec.cli import main
 from rollout_spec.history import command
 from rollout_spec.history.folder import HistoryFolder
-from rollout_spec.history.rollout import FIRST_TIME
+from rollout_spec.history.store import FIRST_TIME
 from tests.history.made_up import ORIGIN, rollout, rollouts_in
 from tests.history.test_logs import IDS, Tokenizer, write_lines, write_parquet
 

@@ -17,7 +17,7 @@ pytest.importorskip("pyarrow")
 from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.history import folder as module
 from rollout_spec.history.folder import HistoryFolder, Origin, decode, encode, fingerprint, open_folder
-from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout, Root
+from rollout_spec.history.store import CONTEXT_TOKENS, Rollout, Root
 from tests.history.made_up import ORIGIN, numbers, plain, rollout
 
 TOKENS = st.integers(0, ORIGIN.vocab_size - 1)

@@ -17,7 +17,7 @@ import pyarrow.parquet as parquet
 
 from rollout_spec.history.logs import read
 from rollout_spec.history.problems import Problems, problem_of_prompt
-from rollout_spec.history.rollout import CONTEXT_TOKENS, FIRST_TIME
+from rollout_spec.history.store import CONTEXT_TOKENS, FIRST_TIME
 
 
 class Tokenizer:

@@ -18,7 +18,7 @@ from rollout_spec.history.problems import (
     problem_of_prompt,
     root_of_prompt,
 )
-from rollout_spec.history.rollout import Root
+from rollout_spec.history.store import Root
 
 
 def ids(tokens):

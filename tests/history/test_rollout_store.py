@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollout_spec.history.rollout import Rollout
-from rollout_spec.history.store import RolloutStore
+from rollout_spec.history.store import Rollout, RolloutStore
 
 
 @dataclass

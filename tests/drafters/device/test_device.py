@@ -21,7 +21,7 @@ from rollout_spec.drafters.host import constants
 from rollout_spec.drafters.host.drafter import HistoryDrafter
 from rollout_spec.features.format import FEATURE_WORDS, no_features
 from rollout_spec.history.problems import problem_of_prompt
-from rollout_spec.history.rollout import Rollout
+from rollout_spec.history.store import Rollout
 from tests.drafters.device.reference import Document, ReferenceDrafter, find_matches
 from tests.drafters.recorder import random_features
 from tests.launches import ours, recorded_variants

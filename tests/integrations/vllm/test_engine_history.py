@@ -15,7 +15,7 @@ from rollout_spec import RolloutSpecConfig, engine_kwargs
 from rollout_spec.cli import main
 from rollout_spec.drafters import build_drafter
 from rollout_spec.history.problems import Problems
-from rollout_spec.history.rollout import Rollout
+from rollout_spec.history.store import Rollout
 from rollout_spec.integrations.vllm import engine_history
 from tests.history.made_up import rollouts_in
 from tests.integrations.engines import build, generate, history_of, mixed_params, session_of, verify_all

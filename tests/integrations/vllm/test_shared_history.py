@@ -16,7 +16,7 @@ from rollout_spec.drafters.host.store import PAGE_TOKENS
 from rollout_spec.history.exchange import FolderThread
 from rollout_spec.history.folder import HistoryFolder, Origin, fingerprint
 from rollout_spec.history.problems import Problems
-from rollout_spec.history.rollout import FIRST_TIME, Rollout
+from rollout_spec.history.store import FIRST_TIME, Rollout
 from rollout_spec.integrations.vllm import engine_history
 from rollout_spec.integrations.vllm.engine_history import STEPS_PER_SHARING, EngineHistory, origin_of
 from tests.history.made_up import rollouts_in
