@@ -24,14 +24,14 @@ from torch.nn.functional import pad
 from experiments.rows import append, make_parser, origin
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
 from rollout_spec.drafters.model.choice import DeviceChoice
-from rollout_spec.features.format import FEATURE_WORDS, SIGNATURE_BITS, TOP_TOKENS, pack, unpack
-from rollout_spec.features.torch import pack_signatures
+from rollout_spec.features import FEATURE_WORDS, SIGNATURE_BITS, TOP_TOKENS, pack, unpack
 from rollout_spec.transfers import HostCopy
 from rollout_spec.types import GREEDY_TEMPERATURE, SamplingBatch
 from rollout_spec.verify import kernel
 from rollout_spec.verify.api import draw, lay_out, verify_rows
-from rollout_spec.verify.layout import Layout
+from rollout_spec.verify.reference import Layout
 from rollout_spec.verify.self_check import Batch, fault_of, random_batch
+from rollout_spec.verify.signatures import pack_signatures
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 METHODS = ("sample", "rejection")

@@ -22,7 +22,7 @@ import pyarrow.parquet as parquet
 from numpy.typing import NDArray
 
 from rollout_spec.estimate.recorded import RecordedRollout
-from rollout_spec.features.format import SIGNATURE_WORDS, TOP_TOKENS, Features, pack
+from rollout_spec.features import SIGNATURE_WORDS, TOP_TOKENS, Features, pack
 from rollout_spec.types import Int32Array
 
 

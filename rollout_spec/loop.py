@@ -20,7 +20,7 @@ from rollout_spec.drafters.base import Drafter, Tokens
 from rollout_spec.drafters.host.requests import UNLIMITED
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.drafting import Drafting
-from rollout_spec.features.format import Features
+from rollout_spec.features import Features
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Float32Array, SamplingBatch, VerifyMethod
 
 LogitsFunction = Callable[[list[list[int]]], Float32Array]

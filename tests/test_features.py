@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_spec.features.format import (
+from rollout_spec.features import (
     FEATURE_WORDS,
     LOGPROB_STEP,
     MAX_CODE,
@@ -17,9 +17,9 @@ from rollout_spec.features.format import (
     signature_matrix,
     unpack,
 )
-from rollout_spec.features.torch import pack_signatures
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify.cpu import CHUNK
+from rollout_spec.verify.signatures import pack_signatures
 from tests.verify.batches import verifiers, verify_on_host
 
 MATRIX = (1.1176220178604126, -1.3871248960494995, -0.6902609467506409, 2.365145683288574)

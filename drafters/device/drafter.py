@@ -42,7 +42,7 @@ from rollout_spec.drafters.device import kernels
 from rollout_spec.drafters.device.archive import Archived, Ranges
 from rollout_spec.drafters.host.constants import CELLS, MAX_DEPTH, SOURCES
 from rollout_spec.drafters.registry import MAX_INDEX_BYTES, MAX_RESIDENT_TOKENS
-from rollout_spec.features.format import FEATURE_WORDS, Features, no_features
+from rollout_spec.features import FEATURE_WORDS, Features, no_features
 from rollout_spec.history.problems import problem_of_prompt
 from rollout_spec.history.store import Rollout, RolloutStore, check_rollouts
 from rollout_spec.launches import freeze_constants

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollout_spec import features as target_features
 from rollout_spec.drafters.host import constants
-from rollout_spec.features import format as target_features
 from rollout_spec.launches import next_power_of_2
 from rollout_spec.noise import host as noise
 from rollout_spec.noise.triton import finish_hash, gumbel, row_state, token_key, unfinished_hash

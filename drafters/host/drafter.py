@@ -46,7 +46,7 @@ from rollout_spec.drafters.host.store import (
     is_private,
 )
 from rollout_spec.drafters.host.voting import Calibration, new_scratch
-from rollout_spec.features.format import SIGNATURE_BITS, Features, check_features, decoded_probabilities, no_features
+from rollout_spec.features import SIGNATURE_BITS, Features, check_features, decoded_probabilities, no_features
 from rollout_spec.history.problems import problem_of_prompt
 from rollout_spec.history.store import Rollout, RolloutStore, check_rollouts
 from rollout_spec.jit import by_reference

@@ -46,7 +46,7 @@ from rollout_spec.drafters.host.voting import (
     rate,
     weigh,
 )
-from rollout_spec.features.format import Features, no_features
+from rollout_spec.features import Features, no_features
 from rollout_spec.jit import njit
 from rollout_spec.types import Int32Array
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.drafters.host.constants import MAX_DEPTH
-from rollout_spec.features.format import Features, no_features
+from rollout_spec.features import Features, no_features
 from rollout_spec.jit import njit
 from rollout_spec.types import Int32Array
 

@@ -39,7 +39,7 @@ from rollout_spec.drafters.host.store import (
     step_back,
 )
 from rollout_spec.drafters.host.suffix import Path, new_path
-from rollout_spec.features.format import FEATURE_WORDS, MAX_CODE, SIGNATURE_BITS, SIGNATURE_WORDS, TOP_TOKENS
+from rollout_spec.features import FEATURE_WORDS, MAX_CODE, SIGNATURE_BITS, SIGNATURE_WORDS, TOP_TOKENS
 from rollout_spec.jit import njit
 from rollout_spec.noise.host import DOMAIN_TARGET, gumbel_from_hash, hash_words
 from rollout_spec.types import Float32Array, Int32Array

@@ -28,7 +28,7 @@ from experiments.check_gpu import captured, check_drafts, no_waiting
 from experiments.engines.build import WORDS_ALONE
 from experiments.rows import append, make_parser, origin, quantiles
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
-from rollout_spec.features.format import Features, pack
+from rollout_spec.features import Features, pack
 
 GROUP = 16
 """Requests of one problem."""

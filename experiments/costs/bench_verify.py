@@ -41,7 +41,7 @@ from rollout_spec.noise import host as noise
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import reference
 from rollout_spec.verify.api import lay_out, verify_rows
-from rollout_spec.verify.layout import Layout
+from rollout_spec.verify.reference import Layout
 
 BASE = {
     "batch": 256, "k": 8, "vocab": 151_936, "temperature": 1.0, "top_p": 1.0, "logprobs": True, "ragged": False,

@@ -29,8 +29,8 @@ import pyarrow.parquet as parquet
 import torch
 
 from examples.demo.policy import pad
-from rollout_spec.features.format import SIGNATURE_WORDS
-from rollout_spec.features.torch import pack_signatures
+from rollout_spec.features import SIGNATURE_WORDS
+from rollout_spec.verify.signatures import pack_signatures
 
 TOP_TOKENS = 4
 SIGNATURE_BYTES = 8 * SIGNATURE_WORDS

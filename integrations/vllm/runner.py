@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from rollout_spec.config import RolloutSpecConfig
-from rollout_spec.features.torch import prepare
 from rollout_spec.integrations.vllm.config import say
 from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank, is_true_on_any_rank
 from rollout_spec.integrations.vllm.session import Session
 from rollout_spec.integrations.vllm.step_clock import StepClock
 from rollout_spec.integrations.vllm.warm_up import warm_up_kernels
 from rollout_spec.stats import SpeculationStats
+from rollout_spec.verify.signatures import prepare
 
 
 class RunnerAdapter:

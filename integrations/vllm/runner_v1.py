@@ -22,7 +22,7 @@ from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
-from rollout_spec.features.format import FEATURE_WORDS, Features
+from rollout_spec.features import FEATURE_WORDS, Features
 from rollout_spec.integrations.vllm.config import say
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import RunnerAdapter
@@ -40,8 +40,7 @@ from rollout_spec.integrations.vllm.session import HostSession
 from rollout_spec.transfers import HostCopy, upload
 from rollout_spec.types import SamplingBatch, VerifyResult
 from rollout_spec.verify.api import lay_out, verify_rows
-from rollout_spec.verify.layout import Layout
-from rollout_spec.verify.reference import scaled
+from rollout_spec.verify.reference import Layout, scaled
 
 
 class _Batch(NamedTuple):

@@ -32,8 +32,7 @@ from rollout_spec.integrations.vllm.sampling import (
 from rollout_spec.transfers import HostCopy
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, VerifyResult
 from rollout_spec.verify import kernel
-from rollout_spec.verify.layout import Layout
-from rollout_spec.verify.reference import scaled
+from rollout_spec.verify.reference import Layout, scaled
 
 
 class _Asked(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollout_spec.drafters.host.step import NO_FEATURES
-from rollout_spec.features.format import Features, no_features
+from rollout_spec.features import Features, no_features
 from rollout_spec.history.logs import Copies, read
 from rollout_spec.loop import Decoder, RequestState, Targets
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Int32Array

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollout_spec.checks import first_line
-from rollout_spec.features.format import FEATURE_WORDS
+from rollout_spec.features import FEATURE_WORDS
 from rollout_spec.history.store import CONTEXT_TOKENS, Rollout, Root
 
 logger = logging.getLogger(__name__)

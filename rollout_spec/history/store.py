@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from rollout_spec.features.format import Features, check_features
+from rollout_spec.features import Features, check_features
 from rollout_spec.types import Int32Array
 
 CONTEXT_TOKENS = 32

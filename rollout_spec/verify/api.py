@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rollout_spec.types import LogprobsMode, SamplingBatch, VerifyMethod, VerifyResult
 from rollout_spec.verify import cpu, reference
-from rollout_spec.verify.layout import Layout
+from rollout_spec.verify.reference import Layout
 
 
 def lay_out(cu_num_draft_tokens: Tensor, draft_token_ids: Tensor, rows: SamplingBatch) -> Layout:

@@ -31,8 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout_spec.features import format
-from rollout_spec.features.torch import project
+from rollout_spec import features as format
 from rollout_spec.launches import cdiv, next_power_of_2
 from rollout_spec.noise import host as noise
 from rollout_spec.noise.triton import finish_hash, gumbel, row_state, token_key, unfinished_hash, uniform
@@ -44,7 +43,8 @@ from rollout_spec.types import (
     VerifyMethod,
     VerifyResult,
 )
-from rollout_spec.verify.layout import Layout
+from rollout_spec.verify.reference import Layout
+from rollout_spec.verify.signatures import project
 
 ROWS, BLOCK = 2, 512
 """Logits rows per program of the scan, which share the tokens' keys, and tokens per tile: 32 logits per thread."""

@@ -16,7 +16,7 @@ from rollout_spec.noise.host import DOMAIN_ACCEPT, DOMAIN_RESIDUAL, DOMAIN_TARGE
 from rollout_spec.noise.torch import uniform32
 from rollout_spec.types import LogprobsMode, SamplingBatch, VerifyMethod
 from rollout_spec.verify import kernel, reference
-from rollout_spec.verify.layout import Layout
+from rollout_spec.verify.reference import Layout
 
 TOLERANCE = 1e-4
 """Of log-probabilities, and of two tokens' scores, relative where they exceed 1: below it either may be sampled, and

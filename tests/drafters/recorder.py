@@ -17,7 +17,7 @@ from rollout_spec.drafters.host.ngram import LONG_ORDER, SHORT_ORDER
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.drafters.host.store import DOCUMENT, LENGTH, PAGE_BITS, PAGE_MASK, PAGE_TOKENS, START, TextStore
 from rollout_spec.drafters.host.suffix import MAX_VISITS
-from rollout_spec.features.format import SIGNATURE_WORDS, TOP_TOKENS, Features, pack
+from rollout_spec.features import SIGNATURE_WORDS, TOP_TOKENS, Features, pack
 from rollout_spec.history.problems import problem_of_prompt
 from rollout_spec.history.store import Rollout
 from rollout_spec.types import Draft

@@ -30,7 +30,7 @@ from rollout_spec.estimate.recorded import (
     read_rollouts,
     without_copies,
 )
-from rollout_spec.features.format import FEATURE_WORDS
+from rollout_spec.features import FEATURE_WORDS
 from rollout_spec.history.folder import HistoryFolder, Origin
 from rollout_spec.history.logs import read
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID

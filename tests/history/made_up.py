@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollout_spec.features.format import FEATURE_WORDS
+from rollout_spec.features import FEATURE_WORDS
 from rollout_spec.history.folder import HistoryFolder, Origin
 from rollout_spec.history.store import Rollout, Root
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("pyarrow")
 
-from rollout_spec.features.format import FEATURE_WORDS
+from rollout_spec.features import FEATURE_WORDS
 from rollout_spec.history import folder as module
 from rollout_spec.history.folder import HistoryFolder, Origin, decode, encode, fingerprint, open_folder
 from rollout_spec.history.store import CONTEXT_TOKENS, Rollout, Root

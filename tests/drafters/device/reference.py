@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from rollout_spec.drafters.base import Tokens
 from rollout_spec.drafters.host import constants
-from rollout_spec.features.format import Features, check_features, decoded_probabilities, no_features, unpack
+from rollout_spec.features import Features, check_features, decoded_probabilities, no_features, unpack
 from rollout_spec.history.problems import problem_of_prompt
 from rollout_spec.noise import host as noise
 from rollout_spec.types import Draft, Int32Array

@@ -19,7 +19,7 @@ from rollout_spec.drafters.device.archive import Ranges
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
 from rollout_spec.drafters.host import constants
 from rollout_spec.drafters.host.drafter import HistoryDrafter
-from rollout_spec.features.format import FEATURE_WORDS, no_features
+from rollout_spec.features import FEATURE_WORDS, no_features
 from rollout_spec.history.problems import problem_of_prompt
 from rollout_spec.history.store import Rollout
 from tests.drafters.device.reference import Document, ReferenceDrafter, find_matches

@@ -12,7 +12,7 @@ from rollout_spec.drafters.host import drafter as history
 from rollout_spec.drafters.host.constants import MAX_DEPTH
 from rollout_spec.drafters.host.index import gather
 from rollout_spec.drafters.host.store import NEXT, PAGE_TOKENS
-from rollout_spec.features.format import no_features
+from rollout_spec.features import no_features
 from rollout_spec.history.store import Rollout
 from rollout_spec.noise import host as noise
 from tests.drafters.recorder import Recorder, examples, random_features

@@ -14,7 +14,7 @@ from rollout_spec.drafters.host.requests import RequestTable
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled, decide
 from rollout_spec.drafters.host.store import PAGE_TOKENS
 from rollout_spec.drafting import Drafting
-from rollout_spec.features.format import FEATURE_WORDS, no_features
+from rollout_spec.features import FEATURE_WORDS, no_features
 from tests.adversaries import FiveMethods
 from tests.drafters.recorder import SENTINEL, examples, sampled
 

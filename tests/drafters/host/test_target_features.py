@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rollout_spec.drafters.host import constants
 from rollout_spec.drafters.host.constants import MAX_DEPTH
 from rollout_spec.drafters.host.store import KIND, PROMPT
-from rollout_spec.features.format import decoded_probabilities, no_features, unpack
+from rollout_spec.features import decoded_probabilities, no_features, unpack
 from rollout_spec.noise import host as noise
 from tests import naive
 from tests.drafters.recorder import Recorder, examples, features_of, random_features

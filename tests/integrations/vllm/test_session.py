@@ -12,7 +12,7 @@ import pytest
 from rollout_spec import RolloutSpecConfig
 from rollout_spec.budget import SECONDS
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
-from rollout_spec.features.format import no_features
+from rollout_spec.features import no_features
 from rollout_spec.history.problems import Problems, problem_of_prompt
 from rollout_spec.integrations.vllm.session import STEPS_PER_SHARING, HostSession, Session
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Draft

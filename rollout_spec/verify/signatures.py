@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_spec.features.format import signature_matrix
+from rollout_spec.features import signature_matrix
 
 
 @functools.lru_cache(maxsize=4)
