@@ -20,8 +20,7 @@ import numpy as np
 
 from rollout_spec.drafters.base import Drafter, Tokens
 from rollout_spec.estimate.costs import UNIT_COST
-from rollout_spec.estimate.phases import simulate, sum_up
-from rollout_spec.estimate.recorded import RecordedRollout
+from rollout_spec.estimate.phases import RecordedRollout, simulate, sum_up
 from rollout_spec.types import Draft, Int32Array
 
 

@@ -21,7 +21,7 @@ import pyarrow.compute
 import pyarrow.parquet as parquet
 from numpy.typing import NDArray
 
-from rollout_spec.estimate.recorded import RecordedRollout
+from rollout_spec.estimate.phases import RecordedRollout
 from rollout_spec.features import SIGNATURE_WORDS, TOP_TOKENS, Features, pack
 from rollout_spec.types import Int32Array
 

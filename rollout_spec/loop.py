@@ -1,7 +1,7 @@
 """Speculative decoding of any target: the whole system on one page.
 
 The engine's model runners do the same around vLLM's forward pass: they call the same verifier, `verify_rows`, and the
-same drafting, `Drafting.draft` and `Drafting.learn`. In `estimate/recorded.py` recorded rollouts are the target.
+same drafting, `Drafting.draft` and `Drafting.learn`. In `estimate/phases.py` recorded rollouts are the target.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def simulated(shape: str, gpu: str, mode: str, batch: int, k: int) -> list[dict[
     policy: Policy = no_drafts
     if mode == "device":
         policy = Adaptive(measured_by_vllm(SHAPES[shape], gpu), k, batch)
-        policy.schedule.choose = lambda num_requests: k  # type: ignore[method-assign]  # those engines did not pause
+        policy.choose = lambda num_requests: k  # type: ignore[method-assign]  # those engines did not pause
     found = []
     for number in range(len(PHASES)):
         phase = Phase(recorded, batch, number)

@@ -48,8 +48,16 @@ from rollout_spec.estimate.costs import (
     sampling_seconds,
     step_cost,
 )
-from rollout_spec.estimate.phases import Adaptive, Policy, k_by_requests, simulate, sum_up
-from rollout_spec.estimate.recorded import RecordedRollout, add_rollout, by_problem
+from rollout_spec.estimate.phases import (
+    Adaptive,
+    Policy,
+    RecordedRollout,
+    add_rollout,
+    by_problem,
+    k_by_requests,
+    simulate,
+    sum_up,
+)
 from rollout_spec.measured_schedule import MeasuredSchedule
 
 K = 8
@@ -78,12 +86,9 @@ def cost_of(model: str, mode: Mode, gpu: str) -> EngineCost:
     return cost._replace(
         seconds=np.maximum(cost.seconds, launching + sampling_seconds(drafts=True)) + HOST_STEP + HOST_VERIFYING,
         request_seconds=cost.request_seconds + HOST_REQUEST,
-        draft_call_seconds=HOST_DRAFT_CALL,
-        draft_seconds=HOST_DRAFT_REQUEST,
-        host_seconds=0.0,
-        host_request_seconds=0.0,
-        drafting_host_seconds=0.0,
-        drafting_host_request_seconds=0.0,
+        draft_seconds=(HOST_DRAFT_CALL, HOST_DRAFT_REQUEST),
+        host_seconds=(0.0, 0.0),
+        drafting_host_seconds=(0.0, 0.0),
     )
 
 
@@ -155,11 +160,10 @@ def policy_of(name: str, model: str, gpu: str, batch: int) -> Policy:
         return Adaptive(measured_by_vllm(SHAPES[model], gpu), K, BATCHES[-1])
     if name == "none":
         return lambda num_requests: 0
-    most = k_by_requests(gpu, K, SHAPES[model].used_experts)
+    most = k_by_requests(gpu, K, SHAPES[model].used_experts, BATCHES[-1])
     if name == "constant":
-        k = max(1, most(max(batch // 2, 1)))
-        return lambda num_requests: k
-    return MeasuredSchedule([most(n) for n in range(BATCHES[-1] + 1)])
+        return lambda num_requests: max(1, most[max(batch // 2, 1)])
+    return MeasuredSchedule(most)
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:

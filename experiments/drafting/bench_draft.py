@@ -21,7 +21,7 @@ from experiments.drafting.regimes import REGIMES, ReplayResult, replay
 from experiments.rows import append, make_parser, origin
 from experiments.traces import read_traces
 from rollout_spec.drafters import build_drafter
-from rollout_spec.estimate.recorded import RecordedRollout, add_rollout, by_problem
+from rollout_spec.estimate.phases import RecordedRollout, add_rollout, by_problem
 from tests.drafters.device.reference import ReferenceDrafter
 
 K = 16

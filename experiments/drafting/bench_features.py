@@ -29,7 +29,7 @@ from experiments.engines.build import WORDS_ALONE
 from experiments.rows import append, make_parser, origin
 from experiments.traces import read_traces
 from rollout_spec.drafters import build_drafter
-from rollout_spec.estimate.recorded import RecordedRollout, by_problem
+from rollout_spec.estimate.phases import RecordedRollout, by_problem
 
 K, TESTS = 8, 8
 VARIANTS: dict[str, dict[str, Any]] = {"words": WORDS_ALONE, "features": {}}

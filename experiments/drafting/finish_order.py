@@ -19,8 +19,7 @@ from experiments.rows import append, make_parser, origin
 from experiments.traces import read_traces
 from rollout_spec.drafters import build_drafter
 from rollout_spec.estimate.costs import SHAPES, measured_by_vllm, step_cost
-from rollout_spec.estimate.phases import Adaptive, simulate
-from rollout_spec.estimate.recorded import add_rollout, by_problem
+from rollout_spec.estimate.phases import Adaptive, add_rollout, by_problem, simulate
 
 SETS = "rg_llama_math", "tot_text_gpt4", "r1v_grpo_log"
 SAMPLES, K, MODEL, GPU = 16, 8, "7b", "h100"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from rollout_spec.drafters.base import Drafter
-from rollout_spec.estimate.recorded import RecordedRollout, RecordedTarget, add_rollout
+from rollout_spec.estimate.phases import RecordedRollout, RecordedTarget, add_rollout
 from rollout_spec.loop import Decoder, StepCounts
 
 Regime = Literal["own", "finished", "inflight", "epoch"]

@@ -51,7 +51,7 @@ from experiments.engines.build import OURS, build_engine, command
 from experiments.processes import Child
 from experiments.rows import append, make_parser, origin
 from experiments.traces import read_traces
-from rollout_spec.estimate.recorded import RecordedRollout, by_problem
+from rollout_spec.estimate.phases import RecordedRollout, by_problem
 from rollout_spec.stats import SpeculationStats
 
 MODES = ("none", "device")

@@ -23,20 +23,8 @@ from numpy.typing import NDArray
 
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS
 from rollout_spec.drafters import build_drafter
-from rollout_spec.estimate.costs import (
-    SHAPES,
-    UNIT_COST,
-    EngineCost,
-    Floats,
-    MeasuredCost,
-    measured_by_vllm,
-    measured_curve,
-    read_step_times,
-    shape_of,
-    step_cost,
-)
-from rollout_spec.estimate.phases import Adaptive, Phase, Policy, k_by_requests, simulate, sum_up
-from rollout_spec.estimate.recorded import RecordedRollout, add_rollout, by_problem, read_rollouts, without_copies
+from rollout_spec.estimate import costs, phases
+from rollout_spec.estimate.phases import RecordedRollout
 from rollout_spec.history.command import load_tokenizer
 from rollout_spec.installation import install
 from rollout_spec.measured_schedule import MeasuredSchedule
@@ -58,13 +46,15 @@ ADAPTIVE_GPUS = ("h100", "h200")
 class Gain(NamedTuple):
     """What drafts gained in a simulated phase."""
 
-    phase: Phase
-    """With drafts."""
     is_later: bool
     """Whether most of its prompts had been sampled before."""
     num_tokens: int
     """Those that took a step: all but the first of each rollout."""
-    seconds: dict[int, Floats]
+    request_steps: int
+    """The requests of each step with drafts, summed."""
+    verified: int
+    """Draft tokens."""
+    seconds: dict[int, costs.Floats]
     """By problem_id, float64 [2]: what its rollouts took without and with drafts. A step's time is divided equally
     among its requests, so the sums over prompts are the phase's times."""
     tail_seconds: float
@@ -74,9 +64,9 @@ class Gain(NamedTuple):
 class Engine(NamedTuple):
     """What phases are simulated with."""
 
-    plain: EngineCost | MeasuredCost
-    ours: EngineCost | MeasuredCost
-    policy: Policy
+    plain: costs.Cost
+    ours: costs.Cost
+    policy: phases.Policy
     k: int
 
 
@@ -91,7 +81,7 @@ def run(args: Namespace) -> int:
         return 2
     versions = len({rollout.policy_version for rollout in rollouts})
     print(
-        f"{len(rollouts):,} rollouts of {len(by_problem(rollouts)):,} prompts, {versions:,} policy version"
+        f"{len(rollouts):,} rollouts of {len(phases.by_problem(rollouts)):,} prompts, {versions:,} policy version"
         f"{'s' * (versions > 1)}; {context:,.0f} tokens of context on average"
     )
     has_costs = args.gpu is not None or args.step_times is not None
@@ -119,30 +109,28 @@ def run(args: Namespace) -> int:
 
 def engine_of(args: Namespace, context: float, batch: int) -> Engine:
     """What the arguments ask for. Raises ValueError or OSError."""
-    k = args.num_speculative_tokens
+    plain: costs.Cost
+    ours: costs.Cost
+    k, used_experts = args.num_speculative_tokens, 1.0
     if args.step_times is not None:
-        times = read_step_times(args.step_times, args.model, context)
+        times = costs.read_step_times(args.step_times, args.model, context)
         if args.gpu is None:
             raise ValueError("--step-times needs --gpu, too: how drafts are cut depends on it")
         if k > max(times):
             raise ValueError(f"{args.step_times} has steps of at most {max(times)} draft tokens: give -k {max(times)}")
-        curve = measured_curve(times)
-        policy = _policy(args.gpu, k, batch, 1.0, lambda num_requests, num_tokens: curve.steps(num_tokens))
-        return Engine(MeasuredCost(times, drafts=False), MeasuredCost(times, drafts=True), policy, k)
-    if args.gpu is None:
-        return Engine(UNIT_COST, UNIT_COST, lambda num_requests: k, k)
-    if args.model is None:
-        raise ValueError(f"--gpu needs --model: one of {', '.join(SHAPES)} or a path of a config.json")
-    shape = shape_of(args.model)
-    policy = _policy(args.gpu, k, batch, shape.used_experts, measured_by_vllm(shape, args.gpu))
-    plain, ours = (step_cost(shape, args.gpu, drafts=drafts, context=context) for drafts in (False, True))
-    return Engine(plain, ours, policy, k)
-
-
-def _policy(gpu: str | None, k: int, batch: int, used_experts: float, seconds: Any) -> Policy:
-    if gpu in ADAPTIVE_GPUS:
-        return Adaptive(seconds, k, batch)
-    return MeasuredSchedule([k_by_requests(gpu, k, used_experts)(n) for n in range(batch + 1)])
+        plain, ours = (costs.MeasuredCost(times, drafts=drafts) for drafts in (False, True))
+        seconds = costs.measured_curve(times)
+    elif args.gpu is None:
+        return Engine(costs.UNIT_COST, costs.UNIT_COST, lambda num_requests: k, k)
+    elif args.model is None:
+        raise ValueError(f"--gpu needs --model: one of {', '.join(costs.SHAPES)} or a path of a config.json")
+    else:
+        shape = costs.shape_of(args.model)
+        used_experts, seconds = shape.used_experts, costs.measured_by_vllm(shape, args.gpu)
+        plain, ours = (costs.step_cost(shape, args.gpu, drafts=drafts, context=context) for drafts in (False, True))
+    if args.gpu in ADAPTIVE_GPUS:
+        return Engine(plain, ours, phases.Adaptive(seconds, k, batch), k)
+    return Engine(plain, ours, MeasuredSchedule(phases.k_by_requests(args.gpu, k, used_experts, batch)), k)
 
 
 def _run_with(args: Namespace, rollouts: Sequence[RecordedRollout], context: float, batch: int) -> list[Gain]:
@@ -161,7 +149,7 @@ def simulate_run(rollouts: Sequence[RecordedRollout], engine: Engine, batch: int
         versions.setdefault(rollout.policy_version, []).append(rollout)
     if len(versions) > 1:
         return _simulate([], [versions[version] for version in sorted(versions)], engine, batch)
-    problems = by_problem(rollouts)
+    problems = phases.by_problem(rollouts)
     halves = [(problem[: len(problem) // 2], problem[len(problem) // 2 :]) for problem in problems if len(problem) > 1]
     earlier = [rollout for half, _ in halves for rollout in half]
     gains = _simulate([], _grouped(problems, batch), engine, batch)
@@ -170,34 +158,35 @@ def simulate_run(rollouts: Sequence[RecordedRollout], engine: Engine, batch: int
 
 def _grouped(problems: Sequence[Sequence[RecordedRollout]], batch: int) -> list[list[RecordedRollout]]:
     """Phases of whole problems."""
-    phases: list[list[RecordedRollout]] = []
+    parts: list[list[RecordedRollout]] = []
     for problem in problems:
-        if not phases or len(phases[-1]) >= max(2 * batch, 32):
-            phases.append([])
-        phases[-1] += problem
-    return phases
+        if not parts or len(parts[-1]) >= max(2 * batch, 32):
+            parts.append([])
+        parts[-1] += problem
+    return parts
 
 
 def _simulate(
-    earlier: Sequence[RecordedRollout], phases: Sequence[list[RecordedRollout]], engine: Engine, batch: int
+    earlier: Sequence[RecordedRollout], parts: Sequence[list[RecordedRollout]], engine: Engine, batch: int
 ) -> list[Gain]:
     # The host's drafter stands for the device's, which drafts much the same.
     drafter = build_drafter("history", max_draft_tokens=engine.k, min_survival=0.0)
-    known, results = {rollout.problem_id for rollout in earlier}, []
-    num_ended, num_rollouts, said = 0, sum(map(len, phases)), time.monotonic()
+    sampled, gains = {rollout.problem_id for rollout in earlier}, []
+    decode = partial(phases.simulate, num_speculative_tokens=engine.k, batch=batch)
+    num_ended, num_rollouts, said = 0, sum(map(len, parts)), time.monotonic()
     for rollout in earlier:
-        add_rollout(drafter, rollout)
-    for phase in phases:
+        phases.add_rollout(drafter, rollout)
+    for phase in parts:
         problems = {rollout.problem_id for rollout in phase}
         steps = []
-        for step in simulate(phase, drafter, engine.policy, engine.ours, num_speculative_tokens=engine.k, batch=batch):
+        for step in decode(phase, drafter, engine.policy, engine.ours):
             steps.append(step)
             num_ended += len(step.ended)
             if time.monotonic() - said > SECONDS_BETWEEN_LINES:
                 said = time.monotonic()
                 print(f"{batch} requests: {num_ended:,} of {num_rollouts:,} rollouts decoded again", file=sys.stderr)
-        is_later = 2 * len(problems & known) > len(problems)
-        known |= problems
+        is_later = 2 * len(problems & sampled) > len(problems)
+        sampled |= problems
         if not steps:
             continue
         starts, ends, live = without_drafts([rollout.token_ids.size for rollout in phase], batch)
@@ -208,16 +197,17 @@ def _simulate(
             of_prompt[rollout.problem_id][0] += took
         for rollout, took in (entry for step in steps for entry in step.ended):
             of_prompt[rollout.problem_id][1] += took
-        results.append(
+        gains.append(
             Gain(
-                sum_up(steps),
                 is_later=is_later,
                 num_tokens=int((ends - starts).sum()),
+                request_steps=sum(step.num_requests for step in steps),
+                verified=sum(step.num_draft_tokens for step in steps),
                 seconds=of_prompt,
                 tail_seconds=float(seconds[2 * live < live.max()].sum()),
             )
         )
-    return results
+    return gains
 
 
 def without_drafts(lengths: Sequence[int], batch: int) -> tuple[Ints, Ints, Ints]:
@@ -245,24 +235,24 @@ def without_drafts(lengths: Sequence[int], batch: int) -> tuple[Ints, Ints, Ints
 
 def figures_of(gains: Sequence[Gain]) -> dict[str, Any]:
     """Tokens per step, and how many times as fast phases are, with 5 % and 95 % of the same for resampled prompts."""
-    of_prompt: dict[int, Floats] = {}
+    of_prompt: dict[int, costs.Floats] = {}
     for gain in gains:
         for problem_id, took in gain.seconds.items():
             of_prompt[problem_id] = of_prompt.get(problem_id, 0.0) + took
     seconds = np.array([took for took in of_prompt.values() if took.any()])  # not those with rollouts of one token
     plain, ours = seconds.sum(0)
-    steps = sum(gain.phase.request_steps for gain in gains)
+    steps = sum(gain.request_steps for gain in gains)
     return {
         "prompts": len(seconds),
         "tokens_per_step": sum(gain.num_tokens for gain in gains) / steps,
-        "verified_per_step": sum(gain.phase.drafted for gain in gains) / steps,
+        "verified_per_step": sum(gain.verified for gain in gains) / steps,
         "speedup": plain / ours,
         "interval": _interval(seconds) if len(seconds) >= ENOUGH_PROMPTS else None,
         "tail": sum(gain.tail_seconds for gain in gains) / plain,
     }
 
 
-def _interval(seconds: Floats) -> list[float]:
+def _interval(seconds: costs.Floats) -> list[float]:
     rng, speedups = np.random.default_rng(0), []
     for _ in range(RESAMPLED):
         plain, ours = np.bincount(rng.integers(len(seconds), size=len(seconds)), minlength=len(seconds)) @ seconds
@@ -272,11 +262,10 @@ def _interval(seconds: Floats) -> list[float]:
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:
     """In a few words."""
-    known = [row for row in rows if row["interval"] is not None]
-    if not known:
+    least = {row["epoch"]: row["interval"][0] for row in rows if row["interval"] is not None}
+    if not least:
         most = max(row["prompts"] for row in rows)
         return f"{most} prompts are too few for an interval and a verdict, which take {ENOUGH_PROMPTS}"
-    least = {row["epoch"]: row["interval"][0] for row in known}
     if least.get("first", 0.0) >= WORTH_IT:
         return "worth it"
     return "worth it from the second epoch on" if least.get("later", 0.0) >= WORTH_IT else "not worth it"
@@ -296,14 +285,14 @@ def _read(args: Namespace) -> list[RecordedRollout]:
     unusable = []
     for path in args.paths:
         try:
-            logs.append(read_rollouts(path, tokenizer))
+            logs.append(phases.read_rollouts(path, tokenizer))
         except FileNotFoundError:  # a misspelt name
             raise
         except (OSError, ValueError) as error:
             unusable.append(str(error))
     if not logs:
         raise ValueError(unusable[0])
-    rollouts, num_copies = without_copies(logs)
+    rollouts, num_copies = phases.without_copies(logs)
     if num_copies:
         print(f"{num_copies:,} copies of rollouts are left out; the earliest step of each counts", file=sys.stderr)
     if unusable:

@@ -81,33 +81,24 @@ Chosen beside the phases of bench_phase.jsonl, for which the longer of the two w
 class EngineCost(NamedTuple):
     """Seconds of a step by its tokens, interpolated linearly; beyond the last point with the upper half's mean slope.
 
-    `tokens` and `seconds` are float64 [n] with n >= 2; tokens rise, seconds do not fall.
+    `tokens` and `seconds` are float64 [n] with n >= 2; tokens rise, seconds do not fall. Pairs are seconds per step and
+    seconds per request of a step.
     """
 
     tokens: Floats
     seconds: Floats
-    draft_seconds: float = 0.0
-    """Seconds of drafting per request, in steps that ask the drafter."""
-    draft_call_seconds: float = 0.0
-    """Seconds of drafting per step that asks the drafter, besides those per request."""
     request_seconds: float = 0.0
     """Seconds per request in every step, besides its tokens: reading its KV cache, and what else is not hidden."""
     verify_seconds: float = 0.0
     """Extra seconds of a step with draft tokens."""
-    host_seconds: float = 0.0
+    draft_seconds: tuple[float, float] = (0.0, 0.0)
+    """Of drafting, in steps that ask the drafter."""
+    host_seconds: tuple[float, float] = (0.0, 0.0)
     """With asynchronous scheduling the host works while the device computes. See OVERLAP."""
-    host_request_seconds: float = 0.0
-    """What each request of a step adds to `host_seconds`."""
-    drafting_host_seconds: float = 0.0
+    drafting_host_seconds: tuple[float, float] = (0.0, 0.0)
     """What drafts add to `host_seconds`, also if none of them is verified."""
-    drafting_host_request_seconds: float = 0.0
-    """What they add to `host_request_seconds`."""
 
-    def step(self, num_tokens: float) -> float:
-        """Seconds of a step without drafts."""
-        return float(self.steps(np.array([num_tokens]))[0])
-
-    def steps(self, num_tokens: NDArray[Any]) -> Floats:
+    def steps(self, num_tokens: Any) -> Floats:
         """Seconds of steps without drafts, float64 of the shape of `num_tokens`."""
         half = (self.tokens.size - 1) // 2  # not the last two points alone: measured times may be equal there
         slope = (self.seconds[-1] - self.seconds[half]) / (self.tokens[-1] - self.tokens[half])
@@ -116,16 +107,16 @@ class EngineCost(NamedTuple):
 
     def drafting(self, num_requests: int) -> float:
         """Seconds of asking the drafter in a step."""
-        return self.draft_call_seconds + self.draft_seconds * num_requests
+        return self.draft_seconds[0] + self.draft_seconds[1] * num_requests
 
     def host(self, num_requests: int, *, is_drafting: bool = True) -> float:
         """Seconds of the host."""
-        host = self.host_seconds + self.host_request_seconds * num_requests
-        return host + (self.drafting_host_seconds + self.drafting_host_request_seconds * num_requests) * is_drafting
+        (step, request), (more, more_request) = self.host_seconds, self.drafting_host_seconds
+        return step + request * num_requests + (more + more_request * num_requests) * is_drafting
 
     def whole_step(self, num_requests: int, num_draft_tokens: int, *, is_drafting: bool = True) -> float:
         """Seconds of a step, without those of the drafter on the device."""
-        seconds = self.step(num_requests + num_draft_tokens) + self.request_seconds * num_requests
+        seconds = self.steps(num_requests + num_draft_tokens) + self.request_seconds * num_requests
         seconds += self.verify_seconds * (num_draft_tokens > 0)
         host = self.host(num_requests, is_drafting=is_drafting)
         return float((seconds**OVERLAP + host**OVERLAP) ** (1 / OVERLAP))
@@ -232,41 +223,46 @@ def step_cost(shape: Shape, gpu: str, *, drafts: bool, context: float = CONTEXT)
     return EngineCost(
         TOKENS,
         np.maximum(device, launches) + sampling_seconds(drafts=drafts),
-        draft_seconds=DRAFT_REQUEST * drafts,
-        draft_call_seconds=DRAFT_CALL * drafts,
         request_seconds=context * shape.cache_bytes / bandwidth,
         verify_seconds=context * VERIFYING.get(gpu, 0.0),
-        host_seconds=HOST_STEP + HOST_LEARNING * drafts,
-        host_request_seconds=HOST_REQUEST,
-        drafting_host_seconds=(HOST_STEP_WITH_DRAFTS - HOST_STEP - HOST_LEARNING) * drafts,
-        drafting_host_request_seconds=(HOST_REQUEST_WITH_DRAFTS - HOST_REQUEST) * drafts,
+        draft_seconds=(DRAFT_CALL * drafts, DRAFT_REQUEST * drafts),
+        host_seconds=(HOST_STEP + HOST_LEARNING * drafts, HOST_REQUEST),
+        drafting_host_seconds=(
+            (HOST_STEP_WITH_DRAFTS - HOST_STEP - HOST_LEARNING) * drafts,
+            (HOST_REQUEST_WITH_DRAFTS - HOST_REQUEST) * drafts,
+        ),
     )
 
 
-def measured_by_vllm(shape: Shape, gpu: str) -> Callable[[int, NDArray[np.int64]], Floats]:
-    """What an engine with adaptive verification knows of its steps: seconds by their requests and tokens.
+KnownSeconds = Callable[[int, NDArray[np.int64]], Floats]
+"""What an engine knows of its steps: seconds by their number of requests and their numbers of tokens, float64 [N]."""
 
-    What it measures at its start, with `MEASURED_CONTEXT` tokens of context for each token (`adaptive.py`), but at
-    least the host's time (`host_time.py`).
+
+def measured_by_vllm(shape: Shape, gpu: str) -> KnownSeconds:
+    """What an engine with adaptive verification measures at its start.
+
+    With `MEASURED_CONTEXT` tokens of context for each token (`adaptive.py`), but at least the host's time
+    (`host_time.py`).
     """
     cost = step_cost(shape, gpu, drafts=True)
     per_token = MEASURED_CONTEXT * shape.cache_bytes / (BYTES_SHARE * PEAKS[gpu][0])
 
     def seconds(num_requests: int, num_tokens: NDArray[np.int64]) -> Floats:
-        device = cost.steps(num_tokens) + per_token * num_tokens + cost.draft_call_seconds
+        device = cost.steps(num_tokens) + per_token * num_tokens + cost.draft_seconds[0]
         return known_costs(device, cost.host(num_requests), num_tokens, LARGEST_CUT)
 
     return seconds
 
 
-def measured_curve(milliseconds: Mapping[int, Mapping[int, float]]) -> EngineCost:
-    """What an engine would make of measured steps, which knows their time by their tokens alone. See `MeasuredCost`."""
+def measured_curve(milliseconds: Mapping[int, Mapping[int, float]]) -> KnownSeconds:
+    """The same of measured steps, of which it knows the time by their tokens alone. See `MeasuredCost`."""
     times: dict[int, list[float]] = {}
     for k, of_requests in milliseconds.items():
         for num_requests, ms in of_requests.items():
             times.setdefault(num_requests * (1 + k), []).append(ms / 1e3)
     tokens = sorted(times)
-    return EngineCost(np.array(tokens, float), np.maximum.accumulate([np.mean(times[size]) for size in tokens]))
+    curve = EngineCost(np.array(tokens, float), np.maximum.accumulate([np.mean(times[size]) for size in tokens]))
+    return lambda num_requests, num_tokens: curve.steps(num_tokens)
 
 
 class MeasuredCost:
@@ -295,66 +291,45 @@ class MeasuredCost:
         return (DRAFT_CALL + DRAFT_REQUEST * num_requests) * self._drafts
 
 
-class StepTime(NamedTuple):
-    """The measured time of an engine's steps in which each request has K draft tokens."""
-
-    model: str
-    requests: int
-    context: int
-    k: int
-    milliseconds: float
+Cost = EngineCost | MeasuredCost
 
 
-def step_time_rows(path: Path) -> list[StepTime]:
-    """The rows of a CSV with the columns model, requests, context, num_speculative_tokens and median_ms.
-
-    Raises:
-        ValueError: columns are missing, or a number in them is none or impossible.
-        OSError: the file cannot be read.
-    """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = [
-                StepTime(
-                    model=row["model"],
-                    requests=int(row["requests"]),
-                    context=int(row["context"]),
-                    k=int(row["num_speculative_tokens"]),
-                    milliseconds=float(row["median_ms"]),
-                )
-                for row in csv.DictReader(file)
-            ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} has not the columns of step times, or no numbers in them: {error!r}") from error
-    for place, row in enumerate(rows, 1):
-        where = f"{path}, row {place}:"
-        integer(f"{where} requests", row.requests, 1, MAX_SIZE)
-        integer(f"{where} context", row.context, 0, MAX_SIZE)
-        integer(f"{where} num_speculative_tokens", row.k, 0, MAX_SIZE)
-        number(f"{where} median_ms", row.milliseconds, lambda ms: 0 < ms < MAX_SIZE, "positive and finite")
-    return rows
+SIZE_COLUMNS = {"context": 0, "num_speculative_tokens": 0, "requests": 1}
+"""Of a CSV of step times, with the least that each may be."""
 
 
 def read_step_times(path: Path, model: str | None, context: float) -> dict[int, dict[int, float]]:
-    """What `MeasuredCost` takes, from the rows of `step_time_rows`.
+    """What `MeasuredCost` takes, from a CSV with the columns model, median_ms and those in SIZE_COLUMNS.
 
     Args:
         model: Whose rows; None: there is only one.
         context: Of the contexts in the file the nearest one is taken.
 
     Raises:
-        ValueError, OSError: as `step_time_rows`, or rows are missing.
+        ValueError: columns or rows are missing, or a number in them is none or impossible.
+        OSError: the file cannot be read.
     """
-    rows = step_time_rows(path)
-    models = sorted({row.model for row in rows})
-    rows = [row for row in rows if row.model == model or model is None]
-    if not rows or (model is None and len(models) > 1):
-        raise ValueError(f"{path} has step times of {', '.join(models) or 'no model'}: name one as --model")
-    nearest = min((row.context for row in rows), key=lambda known: abs(known - context))
-    found: dict[int, dict[int, float]] = {}
-    for row in rows:
-        if row.context == nearest:
-            found.setdefault(row.k, {})[row.requests] = row.milliseconds
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = [
+                (row["model"], [int(row[name]) for name in SIZE_COLUMNS], float(row["median_ms"]))
+                for row in csv.DictReader(file)
+            ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} has not the columns of step times, or no numbers in them: {error!r}") from error
+    times: dict[str, dict[int, dict[int, dict[int, float]]]] = {}  # by model, context, K and requests
+    for place, (name, sizes, ms) in enumerate(rows, 1):
+        for (column, least), size in zip(SIZE_COLUMNS.items(), sizes, strict=True):
+            integer(f"{path}, row {place}: {column}", size, least, MAX_SIZE)
+        number(f"{path}, row {place}: median_ms", ms, lambda ms: 0 < ms < MAX_SIZE, "positive and finite")
+        of_context, k, num_requests = sizes
+        times.setdefault(name, {}).setdefault(of_context, {}).setdefault(k, {})[num_requests] = ms
+    if model is None and len(times) == 1:
+        (model,) = times
+    if model not in times:
+        raise ValueError(f"{path} has step times of {', '.join(sorted(times)) or 'no model'}: name one as --model")
+    nearest = min(times[model], key=lambda measured: abs(measured - context))
+    found = times[model][nearest]
     if 0 not in found or len(found) < 2:
         raise ValueError(f"{path} needs steps with num_speculative_tokens = 0 and with some, of a context of {nearest}")
     return found

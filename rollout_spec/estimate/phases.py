@@ -1,86 +1,215 @@
 """How long a rollout phase would take on an engine whose steps cost what a curve says, for a policy of draft lengths.
 
-**Simulated**: recorded rollouts are decoded by `loop.py`, and a step takes what the curve says for its tokens. Prompts
-cost nothing. Requests wait for a free place, as with continuous batching, and the phase ends when the last one has.
+**Simulated**: `loop.py` decodes recorded rollouts, accepting a draft token where it equals the recorded one. As that is
+a sample of the target, this estimates lossless verification without bias. A step takes what the curve says for its
+tokens, and prompts cost nothing. Requests wait for a free place, as with continuous batching, and the phase ends when
+the last one has.
 """
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rollout_spec.budget import Budget
 from rollout_spec.drafters.base import Drafter
-from rollout_spec.estimate.costs import EngineCost, Floats, MeasuredCost
-from rollout_spec.estimate.recorded import RecordedRollout, RecordedTarget
-from rollout_spec.loop import Decoder
+from rollout_spec.drafters.host.step import NO_FEATURES
+from rollout_spec.estimate.costs import Cost, Floats, KnownSeconds
+from rollout_spec.features import Features, no_features
+from rollout_spec.history.logs import Copies, read
+from rollout_spec.loop import Decoder, RequestState, Targets
 from rollout_spec.measured_schedule import MeasuredSchedule
 from rollout_spec.step_sizes import CHEAP_TOKENS, CHEAP_TOKENS_A100, MOST_CUT_REQUESTS, affordable_ranges
-from rollout_spec.types import Drafts
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Drafts, Int32Array
 
 
-class Adaptive:
+class RecordedRollout(NamedTuple):
+    """A recorded rollout of n tokens.
+
+    Attributes:
+        runs: Lengths of runs of `token_ids`, alternately sampled and given by an environment. Empty: all was sampled.
+        seed: Of the noise it was sampled with, where that is known.
+        features: int64 [n, FEATURE_WORDS], what the target saw at each token, where that is known.
+        num_prompt_tokens: Length of the whole prompt, where `prompt_token_ids` is only the end of it; otherwise 0.
+    """
+
+    problem_id: int
+    prompt_token_ids: Int32Array
+    token_ids: Int32Array
+    policy_version: int = 0
+    runs: tuple[int, ...] = ()
+    seed: int | None = None
+    features: Features | None = None
+    num_prompt_tokens: int = 0
+
+    @property
+    def mean_context(self) -> float:
+        """How many tokens precede one of `token_ids`, on average."""
+        return max(self.num_prompt_tokens, self.prompt_token_ids.size) + self.token_ids.size / 2
+
+
+def read_rollouts(source: str, tokenizer: Any = None) -> list[RecordedRollout]:
+    """The rollouts of a folder of history, or of a file that `history import` reads. Says on stderr what is left out.
+
+    Args:
+        tokenizer: Of transformers. None: only token ids can be read.
+
+    Raises:
+        ValueError: nothing in it can be used, or text comes without the model's tokenizer.
+    """
+    from rollout_spec.history.folder import HistoryFolder, Origin
+
+    bad: list[str] = []
+    if "://" in source or Path(source).is_dir():
+        kept = HistoryFolder(source, Origin()).all_rollouts(lambda path, reason: bad.append(f"{path}: {reason}"))
+        found = [(rollout, rollout.context) for rollout in kept]
+    else:
+        found = list(read(Path(source), tokenizer, lambda number, reason: bad.append(f"{source}:{number}: {reason}")))
+    if not found:
+        hint = "" if Path(source).is_file() else ", as history is kept; name log files one by one, as *.parquet does"
+        raise ValueError(bad[0] if bad else f"{source}: no rollouts{hint}")
+    if bad:
+        print(f"{len(bad):,} left out, first {bad[0]}", file=sys.stderr)
+    return [
+        RecordedRollout(
+            k.problem_id, prompt, k.tokens, k.order, features=k.features,
+            num_prompt_tokens=0 if k.root is None else k.root.length,
+        )
+        for k, prompt in found
+    ]  # fmt: skip
+
+
+def without_copies(logs: Sequence[Sequence[RecordedRollout]]) -> tuple[list[RecordedRollout], int]:
+    """The rollouts of several logs in their order, without copies, and how many were copies. See `Copies`."""
+    steps: defaultdict[tuple[int, int], defaultdict[int, list[Int32Array]]] = defaultdict(lambda: defaultdict(list))
+    for number, log in enumerate(logs):
+        for rollout in log:
+            steps[rollout.policy_version, number][rollout.problem_id].append(rollout.token_ids)
+    copies = Copies()
+    copied = {(step, problem_id) for step in sorted(steps) for problem_id in copies.find(steps[step])}
+    kept = [
+        rollout
+        for number, log in enumerate(logs)
+        for rollout in log
+        if ((rollout.policy_version, number), rollout.problem_id) not in copied
+    ]
+    return kept, copies.num_dropped
+
+
+def by_problem(rollouts: Sequence[RecordedRollout]) -> list[list[RecordedRollout]]:
+    """The rollouts of each problem, in the order of their first rollouts."""
+    problems: dict[int, list[RecordedRollout]] = {}
+    for rollout in rollouts:
+        problems.setdefault(rollout.problem_id, []).append(rollout)
+    return list(problems.values())
+
+
+class RecordedTarget:
+    """Recorded rollouts as the target of a `Decoder`. After its `step` call `end_finished`.
+
+    After its `start`, too, where the first run of a rollout may have a single token.
+    """
+
+    def __init__(self) -> None:
+        # With its tokens and the ends of its runs.
+        self._recorded: dict[str, tuple[RecordedRollout, list[int], list[int]]] = {}
+        self._num_requests = 0
+
+    def request(self, rollout: RecordedRollout) -> RequestState:
+        """A new request, which will say what was recorded."""
+        self._num_requests, req_id = self._num_requests + 1, str(self._num_requests)
+        ends = np.cumsum(rollout.runs or (rollout.token_ids.size,)).tolist()
+        self._recorded[req_id] = rollout, rollout.token_ids.tolist(), ends
+        prompt = rollout.prompt_token_ids
+        return RequestState(req_id, prompt.tolist(), prompt.size, rollout.seed, problem_id=rollout.problem_id)
+
+    def __call__(self, requests: Sequence[RequestState], drafts: list[list[int]]) -> Targets:
+        """See `SampleFunction`. Nothing is known after a difference from a draft, and after the end of a run."""
+        num_rows = sum(map(len, drafts)) + len(drafts)
+        token_ids, features, start = np.full(num_rows, PLACEHOLDER_TOKEN_ID, np.int64), no_features(num_rows), 0
+        for request, draft in zip(requests, drafts, strict=True):
+            rollout, tokens, ends = self._recorded[request.req_id]
+            at = len(request.token_ids) - request.num_prompt_tokens
+            said = tokens[at : min(at + len(draft) + 1, ends[bisect_right(ends, at)])]
+            differs = [token != drafted for token, drafted in zip(said, draft, strict=False)]
+            said = said[: [*differs, True].index(True) + 1]
+            token_ids[start : start + len(said)] = said
+            if rollout.features is not None:
+                features[start : start + len(said)] = rollout.features[at : at + len(said)]
+            start += len(draft) + 1
+        return Targets(token_ids, features=features if features.any() else NO_FEATURES)
+
+    def end_finished(self, decoder: Decoder, *, keep: bool = True) -> None:
+        """Append what an environment answers, and stop the requests that have ended."""
+        for request in list(decoder.live):
+            rollout, _, ends = self._recorded[request.req_id]
+            at = len(request.token_ids) - request.num_prompt_tokens
+            while at < rollout.token_ids.size and (run := bisect_right(ends, at)) % 2:
+                features = None if rollout.features is None else rollout.features[at : ends[run]]
+                decoder.extend(request, rollout.token_ids[at : ends[run]], features)
+                at = ends[run]
+            if at == rollout.token_ids.size:
+                decoder.stop(request, keep=keep)
+                del self._recorded[request.req_id]
+
+
+def add_rollout(drafter: Any, rollout: RecordedRollout) -> None:
+    """Put a rollout that has ended into a drafter's history."""
+    drafter.start_request("earlier", rollout.prompt_token_ids, problem_id=rollout.problem_id)
+    has_features = rollout.features is not None and getattr(drafter, "wants_features", False)
+    drafter.extend("earlier", rollout.token_ids, *([rollout.features] if has_features else []))
+    drafter.stop_request("earlier")
+
+
+class Adaptive(MeasuredSchedule):
     """Cuts whole drafts as vLLM's adaptive verification does: by the drafter's confidences and what steps cost.
 
     How many draft tokens a step keeps is decided by the previous drafts' confidences, the latest that the host has;
-    which ones, by these drafts'. Its `schedule` says whether there are drafts at all.
+    which ones, by these drafts'.
 
     Args:
-        seconds: Of steps by their number of requests and their numbers of tokens, as far as the engine knows.
+        seconds: Of steps, as the engine knows them.
         num_speculative_tokens: Of whole drafts.
         batch: Most requests of a step.
     """
 
-    def __init__(
-        self, seconds: Callable[[int, NDArray[np.int64]], Floats], num_speculative_tokens: int, batch: int
-    ) -> None:
-        most = np.where(np.arange(batch + 1) <= MOST_CUT_REQUESTS, num_speculative_tokens, 0)
-        self.schedule = MeasuredSchedule(most.tolist())
+    def __init__(self, seconds: KnownSeconds, num_speculative_tokens: int, batch: int) -> None:
+        super().__init__([num_speculative_tokens * (n <= MOST_CUT_REQUESTS) for n in range(batch + 1)])
         self._seconds = seconds
-        self._before: dict[str, Floats] = {}
-
-    def begin_phase(self) -> None:
-        """All requests are new."""
-        self._before = {}
-
-    def _survival(self, drafts: Drafts, decoder: Decoder) -> Floats:
-        """The probability that each drafted token is reached and right, float64 [B, K]; 0 where there is none."""
-        rows = [decoder.drafting.drafter.row_of(request.req_id) for request in decoder.live]
-        confidence = decoder.drafting.drafter.table.arrays.confidence[rows].astype(np.float64)
-        return np.where(np.arange(confidence.shape[1]) < drafts.lengths[:, None], confidence, 0.0)
-
-    def _known_to_host(self, survival: Floats, decoder: Decoder) -> Floats:
-        """What the host has of it, float64 [B, K]: of the drafts before. New requests count as certain."""
-        names = [request.req_id for request in decoder.live]
-        before = np.array([self._before.get(name, np.ones(survival.shape[1])) for name in names])
-        self._before = dict(zip(names, survival, strict=True))
-        return before
+        self._before: dict[RequestState, Floats] = {}
 
     def cut(self, drafts: Drafts, decoder: Decoder) -> Drafts:
         """These drafts with the lengths that are verified."""
-        if not decoder.drafting.num_asked:
+        drafting = decoder.drafting
+        if not drafting.num_asked:
             return drafts
-        survival = self._survival(drafts, decoder)
-        known = self._known_to_host(survival, decoder)
-        size, k = survival.shape
-        scores = -np.sort(-known, axis=None)
-        emitted = size + np.append(0.0, np.cumsum(scores))
-        num_kept = int(np.argmax(emitted / self._seconds(size, size + np.arange(size * k + 1))))
-        kept = np.zeros(size * k, bool)
+        rows = [drafting.drafter.row_of(request.req_id) for request in decoder.live]
+        # The probability that each drafted token is reached and right, float64 [B, K]; 0 where there is none.
+        survival = drafting.drafter.table.arrays.confidence[rows].astype(np.float64)
+        survival[np.arange(survival.shape[1]) >= drafts.lengths[:, None]] = 0.0
+        new = np.ones(survival.shape[1])  # drafts of new requests count as certain
+        before = np.array([self._before.get(request, new) for request in decoder.live])
+        self._before = dict(zip(decoder.live, survival, strict=True))
+        emitted = len(rows) + np.append(0.0, np.cumsum(-np.sort(-before, axis=None)))
+        num_kept = int(np.argmax(emitted / self._seconds(len(rows), len(rows) + np.arange(emitted.size))))
+        kept = np.zeros(survival.size, bool)
         kept[np.argsort(-survival, axis=None, kind="stable")[:num_kept]] = True
-        return drafts._replace(lengths=kept.reshape(size, k).sum(1))
+        return drafts._replace(lengths=kept.reshape(survival.shape).sum(1))
 
 
-Policy = Budget | Adaptive | MeasuredSchedule | Callable[[int], int]
-"""How many tokens are drafted for each request of a step: as many as pay, as engines decide on the host, on a device or
-in the scheduler; or K by the number of requests, 0 to switch drafts off."""
+Policy = Budget | MeasuredSchedule | Callable[[int], int]
+"""How many tokens are drafted for each request of a step: as many as pay, as engines decide on the host or in the
+scheduler, where the device may cut them (`Adaptive`); or K by the number of requests, 0 to switch drafts off."""
 
 
-def k_by_requests(gpu: str | None, num_speculative_tokens: int, used_experts: float) -> Callable[[int], int]:
-    """The most tokens that engines draft for each of so many requests, where vLLM does not cut drafts.
+def k_by_requests(gpu: str | None, num_speculative_tokens: int, used_experts: float, batch: int) -> list[int]:
+    """The most tokens that engines draft for each of 0, 1, ... `batch` requests, where vLLM does not cut drafts.
 
     Args:
         gpu: A name in `costs.PEAKS`; None: not an A100.
@@ -88,7 +217,7 @@ def k_by_requests(gpu: str | None, num_speculative_tokens: int, used_experts: fl
     """
     cheap = CHEAP_TOKENS_A100 if gpu == "a100" else CHEAP_TOKENS
     ranges = affordable_ranges(num_speculative_tokens, cheap, used_experts)  # without gaps; the last has no end
-    return lambda num_requests: next((k for first, _, k in reversed(ranges) if first <= num_requests), 0)
+    return [next((k for first, _, k in reversed(ranges) if first <= n), 0) for n in range(batch + 1)]
 
 
 class Step(NamedTuple):
@@ -99,7 +228,6 @@ class Step(NamedTuple):
     num_accepted: int
     seconds: float
     """Those of drafting included."""
-    draft_seconds: float
     tokens: int
     """Generated so far, the first one of each rollout included."""
     ended: list[tuple[RecordedRollout, float]]
@@ -110,7 +238,7 @@ def simulate(
     rollouts: Sequence[RecordedRollout],
     drafter: Drafter,
     policy: Policy,
-    cost: EngineCost | MeasuredCost,
+    cost: Cost,
     *,
     num_speculative_tokens: int,
     batch: int,
@@ -123,30 +251,27 @@ def simulate(
     """
     target, budget = RecordedTarget(), policy if isinstance(policy, Budget) else None
     decoder = Decoder(drafter, target, num_speculative_tokens, knows_noise=False, budget=budget)
-    schedule = policy if isinstance(policy, MeasuredSchedule) else None
     if isinstance(policy, Adaptive):
-        schedule = policy.schedule
-        policy.begin_phase()
         draft: Any = decoder.drafting.draft
         decoder.drafting.draft = lambda *args, **kwargs: policy.cut(draft(*args, **kwargs), decoder)  # type: ignore[method-assign]
     waiting = [rollout for rollout in reversed(rollouts) if rollout.token_ids.size]
     tokens, clock = 0, 0.0  # the seconds of a request that was there from the beginning
-    started: dict[str, tuple[RecordedRollout, float]] = {}
+    started: dict[RequestState, tuple[RecordedRollout, float]] = {}
     while waiting or decoder.live:
         while waiting and len(decoder.live) < batch:
             rollout = waiting.pop()
             tokens += 1  # the first one comes with the prompt
             if rollout.token_ids.size > 1:
                 request = target.request(rollout)
-                started[request.req_id] = rollout, clock
+                started[request] = rollout, clock
                 decoder.start(request)
         num_requests = len(decoder.live)
         if not num_requests:
             return
         k = num_speculative_tokens
-        if schedule is not None:
-            k = schedule.choose(num_requests)
-        elif callable(policy):
+        if isinstance(policy, MeasuredSchedule):
+            k = policy.choose(num_requests)
+        elif not isinstance(policy, Budget):
             k = policy(num_requests)
         counts = decoder.step(k)
         num_draft_tokens, num_accepted = int(counts.drafted.sum()), int(counts.accepted.sum())
@@ -155,16 +280,14 @@ def simulate(
         draft_seconds = cost.drafting(num_requests) * (decoder.drafting.num_asked > 0)
         seconds = cost.whole_step(num_requests, num_draft_tokens, is_drafting=k > 0) + draft_seconds
         decoder.observe_step(counts, seconds, draft_seconds)
-        if schedule is not None:
-            schedule.observe(np.full(num_requests, k), counts.accepted, seconds)
+        if isinstance(policy, MeasuredSchedule):
+            policy.observe(np.full(num_requests, k), counts.accepted, seconds)
         target.end_finished(decoder)
         tokens += int(counts.emitted.sum())
         clock += seconds / num_requests
-        ended = []
-        if len(decoder.live) < num_requests:
-            left = started.keys() - {request.req_id for request in decoder.live}
-            ended = [(rollout, clock - start) for rollout, start in map(started.pop, left)]
-        yield Step(num_requests, num_draft_tokens, num_accepted, seconds, draft_seconds, tokens, ended)
+        left = started.keys() - set(decoder.live)
+        ended = [(rollout, clock - start) for rollout, start in map(started.pop, left)]
+        yield Step(num_requests, num_draft_tokens, num_accepted, seconds, tokens, ended)
 
 
 class Phase(NamedTuple):

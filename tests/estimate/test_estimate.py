@@ -21,13 +21,15 @@ from rollout_spec.estimate.costs import (
     shape_of,
     step_cost,
 )
-from rollout_spec.estimate.phases import Adaptive, simulate, sum_up
-from rollout_spec.estimate.recorded import (
+from rollout_spec.estimate.phases import (
+    Adaptive,
     RecordedRollout,
     RecordedTarget,
     add_rollout,
     by_problem,
     read_rollouts,
+    simulate,
+    sum_up,
     without_copies,
 )
 from rollout_spec.features import FEATURE_WORDS
@@ -239,7 +241,7 @@ def test_each_phase_begins_alike(step_seconds, num_drafted):
         [RecordedRollout(0, PROMPT, text) for text in texts],
         Adaptive(lambda requests, sizes: sizes + step_seconds, 4, 4),
     )
-    policy.schedule.choose = lambda num_requests: 4
+    policy.choose = lambda num_requests: 4
 
     def first_drafts():
         drafter = build_drafter("history", max_draft_tokens=4)
@@ -327,9 +329,8 @@ def test_measured_times_are_interpolated(tmp_path):
     path.write_text(STEP_TIMES)
     cost = MeasuredCost(read_step_times(path, None, context=300), drafts=False)
     by_tokens = measured_curve(read_step_times(path, None, context=300))
-    assert by_tokens.tokens.tolist() == [1, 5, 8, 40]
-    assert by_tokens.seconds.tolist() == [0.010, 0.011, 0.012, 0.020]
-    assert by_tokens.step(80) > 0.025, "further draft tokens are not free"
+    assert by_tokens(1, [1, 5, 8, 40]).tolist() == [0.010, 0.011, 0.012, 0.020]
+    assert by_tokens(1, 80) > 0.025, "further draft tokens are not free"
     steps = [(1, 0), (8, 0), (8, 32), (1, 2), (16, 0)]
     assert [cost.whole_step(*step) for step in steps] == pytest.approx([0.010, 0.012, 0.020, 0.0105, 0.024])
     assert cost.drafting(8) == 0 < MeasuredCost(read_step_times(path, "a", 300), drafts=True).drafting(8)

@@ -10,8 +10,7 @@ pytest.importorskip("pyarrow")
 from rollout_spec.budget import Budget
 from rollout_spec.drafters import build_drafter
 from rollout_spec.estimate.costs import EngineCost
-from rollout_spec.estimate.phases import simulate, sum_up
-from rollout_spec.estimate.recorded import RecordedRollout
+from rollout_spec.estimate.phases import RecordedRollout, simulate, sum_up
 from rollout_spec.measured_schedule import MeasuredSchedule
 
 FLAT = EngineCost(np.array([1.0, 2.0]), np.array([1.0, 1.0]))
@@ -67,11 +66,9 @@ def test_where_the_scheduler_chooses_k_all_requests_have_as_many_whatever_was_fo
 def test_a_step_takes_what_its_requests_cost_and_more_than_the_host():
     cost = STEEP._replace(request_seconds=10.0)
     assert [cost.whole_step(1, 0), cost.whole_step(4, 0), cost.whole_step(4, 8)] == pytest.approx([11, 44, 52])
-    assert cost._replace(host_seconds=5.0).whole_step(4, 8) == pytest.approx(52, rel=1e-3)
-    assert cost._replace(host_seconds=1000.0, host_request_seconds=2.0).whole_step(4, 8) == pytest.approx(
-        1008, rel=1e-3
-    )
-    assert cost._replace(host_seconds=52.0).whole_step(4, 8) == pytest.approx(52 * 2 ** (1 / 3))
+    assert cost._replace(host_seconds=(5.0, 0.0)).whole_step(4, 8) == pytest.approx(52, rel=1e-3)
+    assert cost._replace(host_seconds=(1000.0, 2.0)).whole_step(4, 8) == pytest.approx(1008, rel=1e-3)
+    assert cost._replace(host_seconds=(52.0, 0.0)).whole_step(4, 8) == pytest.approx(52 * 2 ** (1 / 3))
     verifying = cost._replace(verify_seconds=7.0)
     assert [verifying.whole_step(4, 0), verifying.whole_step(4, 8)] == pytest.approx([44, 52 + 7])
-    assert cost._replace(draft_call_seconds=3.0, draft_seconds=0.5).drafting(4) == 5
+    assert cost._replace(draft_seconds=(3.0, 0.5)).drafting(4) == 5
