@@ -29,9 +29,8 @@ from rollout_spec.transfers import HostCopy
 from rollout_spec.types import GREEDY_TEMPERATURE, SamplingBatch
 from rollout_spec.verify import kernel
 from rollout_spec.verify.api import draw, lay_out, verify_rows
-from rollout_spec.verify.reference import Layout
+from rollout_spec.verify.reference import Layout, pack_signatures
 from rollout_spec.verify.self_check import Batch, fault_of, random_batch
-from rollout_spec.verify.signatures import pack_signatures
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 METHODS = ("sample", "rejection")

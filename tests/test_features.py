@@ -19,7 +19,7 @@ from rollout_spec.features import (
 )
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify.cpu import CHUNK
-from rollout_spec.verify.signatures import pack_signatures
+from rollout_spec.verify.reference import pack_signatures
 from tests.verify.batches import verifiers, verify_on_host
 
 MATRIX = (1.1176220178604126, -1.3871248960494995, -0.6902609467506409, 2.365145683288574)

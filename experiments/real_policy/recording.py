@@ -30,7 +30,7 @@ import torch
 
 from examples.demo.policy import pad
 from rollout_spec.features import SIGNATURE_WORDS
-from rollout_spec.verify.signatures import pack_signatures
+from rollout_spec.verify.reference import pack_signatures
 
 TOP_TOKENS = 4
 SIGNATURE_BYTES = 8 * SIGNATURE_WORDS

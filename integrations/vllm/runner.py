@@ -14,7 +14,7 @@ from rollout_spec.integrations.vllm.session import Session
 from rollout_spec.integrations.vllm.step_clock import StepClock
 from rollout_spec.integrations.vllm.warm_up import warm_up_kernels
 from rollout_spec.stats import SpeculationStats
-from rollout_spec.verify.signatures import prepare
+from rollout_spec.verify.reference import prepare
 
 
 class RunnerAdapter:

@@ -22,8 +22,7 @@ from rollout_spec.features import FEATURE_WORDS, LOGPROB_STEP, MAX_CODE, SIGNATU
 from rollout_spec.jit import njit
 from rollout_spec.noise.host import DOMAIN_TARGET, finish_hashes, gumbel_from_hash, row_state, token_keys
 from rollout_spec.types import GREEDY_TEMPERATURE, PLACEHOLDER_TOKEN_ID, LogprobsMode, VerifyResult
-from rollout_spec.verify.reference import Layout
-from rollout_spec.verify.signatures import pack_signatures
+from rollout_spec.verify.reference import Layout, pack_signatures
 
 CHUNK = 64
 """Tokens per chunk of the vocabulary. Features count the largest logit of each chunk, and all logits of the three best.

@@ -43,8 +43,7 @@ from rollout_spec.types import (
     VerifyMethod,
     VerifyResult,
 )
-from rollout_spec.verify.reference import Layout
-from rollout_spec.verify.signatures import project
+from rollout_spec.verify.reference import Layout, project
 
 ROWS, BLOCK = 2, 512
 """Logits rows per program of the scan, which share the tokens' keys, and tokens per tile: 32 logits per thread."""

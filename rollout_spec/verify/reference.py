@@ -2,19 +2,23 @@
 
 A *row* is one position's target logits; a request's rows are its drafted positions and then the bonus position. The
 *recovered* token is the one emitted at the first difference, the *bonus* token the one after a fully accepted draft.
-Shapes: N rows, V tokens, B requests, D drafted tokens. Only `verify` waits for the device.
+Shapes: N rows, V tokens, B requests, D drafted tokens. Only `verify` waits for the device, and the first signatures of
+a model: `prepare` is called before it serves.
 
 Ratio tests run here on CPUs, and a GPU's kernels are checked against it at an engine's start (`self_check.py`).
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rollout_spec.features import signature_matrix
 from rollout_spec.noise.host import DOMAIN_ACCEPT, DOMAIN_RESIDUAL, DOMAIN_TARGET
 from rollout_spec.noise.torch import gumbel, uniform32
 from rollout_spec.types import (
@@ -205,3 +209,29 @@ def scaled(logits: Tensor, temperature: Tensor) -> Tensor:
 def divisors(temperature: Tensor) -> Tensor:
     """What rows of these temperatures, float32 [N], are divided by: float32 [N, 1], 1 for greedy ones."""
     return torch.where(temperature < GREEDY_TEMPERATURE, 1.0, temperature)[:, None]
+
+
+@lru_cache(maxsize=4)
+def _matrix(hidden_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.from_numpy(signature_matrix(hidden_size)).to(device, dtype)
+
+
+def prepare(hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Make the matrix of random projections and copy it to the device."""
+    _matrix(hidden_size, dtype if device.type == "cuda" else torch.float32, device)
+
+
+def project(hidden: Tensor) -> Tensor:
+    """Random projections of states, [N, SIGNATURE_BITS], of which signatures keep the signs: one product.
+
+    In the states' own dtype on a GPU. In bfloat16 six signs in ten thousand differ from those in float32.
+    """
+    if not hidden.is_cuda:
+        hidden = hidden.float()
+    return hidden @ _matrix(hidden.shape[1], hidden.dtype, hidden.device)
+
+
+def pack_signatures(hidden: Tensor) -> Tensor:
+    """The first words of the features, on the CPU: float [N, H] to int64 [N, SIGNATURE_WORDS]."""
+    signs = project(hidden).numpy() > 0
+    return torch.from_numpy(np.packbits(signs, axis=1, bitorder="little").view(np.int64))
