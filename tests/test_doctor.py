@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout_spec import cli, installation
-from rollout_spec.doctor import advice, explain, look_around, summary
+from rollout_spec import cli, doctor
+from rollout_spec.doctor import look_around
 from rollout_spec.integrations.vllm import commands
+from rollout_spec.report import advice, explain, summary
 from rollout_spec.stats import SpeculationStats
 
 
@@ -179,11 +180,7 @@ def importing(name, **module):
         (lambda m: m.setenv("VLLM_PLUGINS", "a"), "problem", "add rollout_spec to it, or unset it"),
         (lambda m: m.setenv("ROLLOUT_SPEC", "{"), "problem", "ROLLOUT_SPEC cannot be used (ValueError: ROLLOUT_SP"),
         (lambda m: m.setattr(importlib.metadata, "entry_points", lambda group: {}), "problem", "reinstall rollout"),
-        (
-            lambda m: m.setattr(installation, "find_folder", lambda: None),
-            "problem",
-            "anew: set the environment variable",
-        ),
+        (lambda m: m.setattr(doctor, "find_folder", lambda: None), "problem", "anew: set the environment variable"),
         # Those that import what is broken are not blamed, too.
         (importing("transformers.modeling_utils"), "problem", "is broken): pip uninstall torchvision torchaudio"),
         (importing("vllm"), "problem", "vllm cannot be used (ImportError: vllm is broken): pip install"),

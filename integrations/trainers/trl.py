@@ -25,9 +25,9 @@ from transformers import Trainer, TrainerCallback
 
 from rollout_spec import __version__
 from rollout_spec.config import RolloutSpecConfig
-from rollout_spec.doctor import REPORT_NAME, summary
 from rollout_spec.integrations.trainers.controller import EngineController
 from rollout_spec.integrations.vllm.config import config_of, describe_engine
+from rollout_spec.report import REPORT_NAME, summary
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from rollout_spec.doctor import summary
 from rollout_spec.integrations.trainers.comparison import Comparison, Measured
+from rollout_spec.report import summary
 
 
 def compare(comparison, generations):

@@ -14,8 +14,8 @@ from trl import GRPOConfig, GRPOTrainer
 from vllm import SamplingParams
 
 from rollout_spec import RolloutSpecGenerator
-from rollout_spec.doctor import explain, read_report
 from rollout_spec.integrations.trainers.trl import _warn_of_truncation
+from rollout_spec.report import explain, read_report
 from tests.integrations.engines import build, session_of
 from tests.integrations.trainers import FP32, Compared, make_trainer
 

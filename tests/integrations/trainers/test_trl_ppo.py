@@ -16,10 +16,10 @@ from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 from trl.trainer.utils import selective_log_softmax
 
 from rollout_spec import RolloutSpecGenerator
-from rollout_spec.doctor import explain, read_report
 from rollout_spec.integrations.trainers.ppo import logits_from
 from rollout_spec.integrations.vllm.requests import request_options
 from rollout_spec.noise.host import derive_seed
+from rollout_spec.report import explain, read_report
 from tests.conftest import VOCAB_SIZE
 from tests.integrations import trainers
 from tests.integrations.trainers import Compared

@@ -1,0 +1,159 @@
+"""What a run's report says: on one page, where its time went and what to do about it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from rollout_spec.checks import shown
+from rollout_spec.config import MAX_SPECULATIVE_TOKENS
+from rollout_spec.stats import REPORT_FORMAT
+
+REPORT_NAME = "rollout_spec.json"  # what a trainer's callback calls the report in its output folder
+ENOUGH_STEPS = 200  # fewer are too few to judge by
+LONG_DRAFTING = 0.15  # share of the time from which on drafting on the host is worth avoiding
+RARELY, OFTEN = 0.1, 0.5  # accepted shares: below the one drafts are too long, above the other too short
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """The report in a file or in a trainer's folder. Of a server's answer, with one for each rank, the first.
+
+    Raises OSError if it cannot be read, ValueError if it is no report of this format.
+    """
+    try:
+        report = json.loads((path / REPORT_NAME if path.is_dir() else path).read_bytes())
+    except (ValueError, RecursionError) as error:  # no JSON, no text, or brackets without end
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    results = report.get("results") if isinstance(report, dict) else None
+    if isinstance(results, list) and results:
+        report = results[0]
+    if not isinstance(report, dict) or "format" not in report:
+        raise ValueError(f"{path} has no report of rollout_spec")
+    if report["format"] != REPORT_FORMAT:
+        raise ValueError(f"{path} has a report of format {shown(report['format'])}, and {REPORT_FORMAT} is read here")
+    return report
+
+
+def summary(report: dict[str, Any]) -> str:
+    """How speculation has done since the engine started, in one line."""
+    stats = report["stats"]
+    said = f"{stats['tokens_per_step']:.2f} tokens per request and step"
+    if stats["drafter_errors"]:
+        said += ", the drafter has raised and is off"
+    if not stats["draft_tokens"]:
+        return f"{said}, no draft verified"
+    said += f", {stats['acceptance_rate']:.1%} of {stats['draft_tokens']:,} drafted tokens accepted"
+    if (measured := report.get("measured")) is not None:
+        times = f"{measured['speedup']:.2f} times as fast"
+        if measured["low"] is not None:
+            times += f" ({measured['low']:.2f} to {measured['high']:.2f})"
+        count = measured["generations"]
+        return f"{times} with drafts as without, by {count} comparison{'s' * (count > 1)}; {said}"
+    every = report.get("compare_every", 0)  # in a trainer's reports only
+    how = "RolloutSpecGenerator(compare_every=…) measures what that saves"
+    return said if every == 0 else f"{said}; {how if every is None else 'what that saves is not known yet'}"
+
+
+def explain(report: dict[str, Any]) -> str:
+    """What speculation did for a run, and what to do about it, as one page of text."""
+    stats = report["stats"]
+    if not stats["steps"]:
+        return "Nothing has been generated yet."
+    made_by = [report["device"], *(f"{name} {version}" for name, version in report["versions"].items())]
+    if "global_step" in report:
+        made_by.append(f"up to step {report['global_step']}, process 1 of {report['num_processes']}")
+    head = f"{', '.join(made_by)}\n{stats['emitted_tokens']:,} tokens in {stats['steps']:,} steps: {summary(report)}"
+    sources = [(name, n, right) for name, (n, right) in report["sources"].items() if n]
+    pairs = zip_longest(stats["drafted_per_position"], stats["accepted_per_position"], fillvalue=0)
+    positions = [(str(i), n, accepted) for i, (n, accepted) in enumerate(pairs, 1)]
+    title = "Drafted tokens by where they came from, those that the target reached, verified or not"
+    parts = [head, _times(stats), _table(title, "source", "right", sources)]
+    parts.append(_table("Verified tokens by position in the draft", "position", "accepted", positions))
+    parts.append(_history(report.get("history") or {}))
+    parts.append("\n  - ".join(["What to do", *(list(advice(report)) or ["Nothing: leave it as it is."])]))
+    return "\n\n".join(filter(None, parts))
+
+
+def _history(history: dict[str, Any]) -> str:
+    """What there is to draft from, in a line, and one on the folder if there is one; nothing of an older report."""
+    if "rollouts" not in history:
+        return ""
+    said = f"History: {history['rollouts']:,} rollouts, {history['tokens']:,} tokens. "
+    said += f"{history['requests_with_history']:,} of {history['requests']:,} requests had a prompt that was in it"
+    if folder := history["folder"]:
+        said += f"\nIts folder: {folder['rollouts_read']:,} rollouts read, {folder['rollouts_written']:,} written, "
+        said += f"{folder['rollouts_lost']:,} lost; {folder['files_refused']:,} files refused"
+    return said
+
+
+def _times(stats: dict[str, Any]) -> str:
+    """How long a step takes, and for whom it waits, in a line."""
+    if not stats["timed_steps"]:
+        return ""
+    milliseconds = 1e3 * stats["step_seconds"] / stats["timed_steps"]
+    line = f"A step takes {milliseconds:.1f} ms, of which the model and verification take "
+    line += f"{stats['device_seconds'] / stats['step_seconds']:.0%} and the host's other work the rest"
+    return line + (f", drafting {_share_of_drafting(stats):.0%}" if stats["draft_seconds"] else "")
+
+
+def _share_of_drafting(stats: dict[str, Any]) -> float:
+    """Of a step's time, what the host takes to draft."""
+    per_step = stats["step_seconds"] / (stats["timed_steps"] or 1)
+    return stats["draft_seconds"] / stats["steps"] / per_step if per_step else 0.0
+
+
+def _table(title: str, name: str, share: str, counts: list[tuple[str, int, int]]) -> str:
+    """A table of (name, tokens, how many of them were right) under its title; nothing without rows."""
+    rows = [[name, "tokens", share], *([name, f"{n:,}", f"{right / n:.1%}"] for name, n, right in counts)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(["", *(cell.rjust(n) for cell, n in zip(row, widths, strict=True))]) for row in rows]
+    return "\n".join([title, *lines]) if counts else ""
+
+
+def advice(report: dict[str, Any]) -> Iterator[str]:
+    """What to do about a run, by rules."""
+    stats = report["stats"]
+    if stats["drafter_errors"]:
+        yield "Look for the drafter's exception in the log. Drafting stays off until the engine is built again."
+        return
+    if not report["num_speculative_tokens"]:
+        yield "This engine does not speculate. Compare its ms per token with those of one that does."
+        return
+    if stats["steps"] < ENOUGH_STEPS:
+        yield f"Generate more: {stats['steps']} steps are too few to judge by, {ENOUGH_STEPS} are the least."
+        return
+    history = report.get("history", {})
+    requests, num_met = history.get("requests", 0), history.get("requests_with_history", 0)
+    is_new = num_met < requests / 2
+    if is_new:
+        yield f"Wait an epoch: only {num_met:,} of {requests:,} requests had a prompt that the engine had seen before."
+        yield "Group requests: sample each prompt several times in one engine; give variants of it one problem_id."
+    if requests and not history.get("folder") and (is_new or report.get("num_processes", 1) > 1):
+        yield "Set history_dir: engines share what was said, and a run that resumes has what earlier ones said."
+    if not stats["draft_tokens"] and not is_new:
+        yield "No draft was verified: none was found, none was worth a step's time, or drafts were switched off."
+    measured = report.get("measured")
+    if measured is not None and measured["high"] is not None and measured["high"] < 1:
+        yield f"Set speculation=False: generations were {measured['speedup']:.2f} times as fast with drafts."
+    drafting = _share_of_drafting(stats)
+    if drafting > LONG_DRAFTING and not report["device"].endswith("CPU"):
+        yield f'Try drafter="device", in the V2 runner: drafting on the host took {drafting:.1%} of the time.'
+    yield from _about_length(report)
+
+
+def _about_length(report: dict[str, Any]) -> Iterator[str]:
+    """Advice on K, from what was verified at each position of the drafts."""
+    k, drafted = report["num_speculative_tokens"], report["stats"]["drafted_per_position"]
+    accepted = report["stats"]["accepted_per_position"]
+    shares = [right / n for right, n in zip_longest(accepted, drafted, fillvalue=0)]
+    last_good = max((position for position, share in enumerate(shares, 1) if share >= RARELY), default=1)
+    late = sum(drafted[last_good:]) / (sum(drafted) or 1)
+    # Where only what pays is verified, that may be accepted rarely, as verifying may cost next to nothing.
+    if not (report["has_budget"] or report["is_adaptive"]) and late > RARELY:
+        yield f"Lower num_speculative_tokens to {last_good}: {late:.1%} of the verified tokens were later, few right."
+    elif len(drafted) == k < MAX_SPECULATIVE_TOKENS and drafted[-1] >= ENOUGH_STEPS and shares[-1] >= OFTEN:
+        more = min(2 * k, MAX_SPECULATIVE_TOKENS)
+        yield f"Raise num_speculative_tokens to {more}: {shares[-1]:.1%} of {drafted[-1]:,} drafts of {k} were right."
