@@ -26,19 +26,19 @@ Ints = NDArray[np.int64]
 NUM_BINS = 1024
 """Draft tokens whose confidence differs by less than 1 / NUM_BINS are worth the same."""
 RECENT_STEPS = 5
-"""A size's cost is the second fastest of its last RECENT_STEPS steps, the fastest of fewer than four: other work makes
-steps longer, never shorter."""
+"""A size costs what the second fastest of its last RECENT_STEPS steps took, of fewer than four the fastest: other work
+makes steps longer, never shorter."""
+FRESH_STEPS = 512
+"""It costs no more than a larger size whose last step is less than FRESH_STEPS steps ago: contexts grow."""
 MIN_OBSERVATIONS = 3
 """With fewer steps without drafts, what one costs is not known."""
 MAX_UNDRAFTED_TRUST = 128
 """Most steps after which one without drafts is measured again."""
 TRUST, ONCE, MOST_PATIENCE, LONGEST_TRUST = 12, 0.25, 4.0, 3072
-"""Trust a cost that was measured n times, and is p times that of a step without drafts, for TRUST ((n - 1 + ONCE) p)^2
-steps, with p at most MOST_PATIENCE, and never for longer than LONGEST_TRUST. After that it is taken to be that of a
-step without drafts. So every size is tried again: soon if its only step may have been held up, an expensive one ever
+"""A cost that was measured n times, and is p > 1 times that of a step without drafts, is forgotten after
+TRUST ((n - 1 + ONCE) p)^2 steps, with p at most MOST_PATIENCE, and after LONGEST_TRUST at the latest. The size then
+counts as a step without drafts and is tried again: soon if its only step may have been held up, an expensive one ever
 less often."""
-FRESH_STEPS = 512
-"""A size costs no more than a larger one that was measured in the last FRESH_STEPS steps: contexts grow."""
 NEW_SIZE_COST, LARGEST_SIZE = 0.3, 8192
 """The first step of each number of tokens is charged this share of a step without drafts on top, as a CPU makes kernels
 for it; after FRESH_STEPS steps the charge falls. Numbers above LARGEST_SIZE count as one."""
@@ -51,7 +51,7 @@ AVERAGE_WEIGHT = 1 / 32
 JUDGED_STEPS, PRIOR_TOKENS = 256, 4.0
 """Compare confidence with what was accepted in about the last JUDGED_STEPS steps, and PRIOR_TOKENS that were right."""
 TOKENS, SECONDS, LAST, COUNT = range(4)
-"""What is known of a size: its cost, the last step of it, and how many there were."""
+"""Rows of what was measured of a size: its tokens and cost, the last step of it, and how many there were."""
 
 
 @njit(allocates=False)
@@ -127,8 +127,9 @@ class StepCost:
         # The most tokens of each bucket: what steps are padded to, then quarters of octaves.
         quarters = sorted({int(2 ** (n / 4)) for n in range(4 * 20)})
         self._limits = [*self._sizes.tolist(), *(limit for limit in quarters if limit > max(sizes, default=0))]
-        self._known = np.zeros((2, 4, len(self._limits)))  # without drafts, with; TOKENS, SECONDS, ...
+        self._measured = np.zeros((2, 4, len(self._limits)))  # without drafts, with; TOKENS, SECONDS, ...
         self._recent = np.zeros((2, len(self._limits), RECENT_STEPS, 2))  # tokens, seconds
+        self._curve = np.empty((2, len(self._limits) + 1))  # scratch
         self._is_new = np.ones(LARGEST_SIZE + 1, np.bool_)  # numbers of tokens that no step has had
 
     def observe(self, num_tokens: int, seconds: float, *, drafted: bool) -> None:
@@ -141,14 +142,14 @@ class StepCost:
         """
         self._now += 1
         padded = self._pad(num_tokens)
-        known, recent = (values[int(drafted)] for values in (self._known, self._recent))
+        measured, recent = self._measured[int(drafted)], self._recent[int(drafted)]
         self._is_new[min(padded, LARGEST_SIZE)] = False
         bucket = self._bucket(num_tokens)
-        count = int(known[COUNT, bucket])
+        count = int(measured[COUNT, bucket])
         recent[bucket, count % RECENT_STEPS] = padded, seconds
         # By seconds per token, which can be compared between the numbers of tokens that share a bucket.
         steps = sorted(recent[bucket, : min(count + 1, RECENT_STEPS)].tolist(), key=lambda step: step[1] / step[0])
-        known[:, bucket] = *steps[len(steps) // 4], self._now, count + 1
+        measured[:, bucket] = *steps[len(steps) // 4], self._now, count + 1
 
     def is_awaited(self, num_tokens: int, *, drafted: bool) -> bool:
         """Whether the next decisions need to know what such a step took: it was measured rarely, or long ago. O(log).
@@ -158,8 +159,8 @@ class StepCost:
         """
         if not drafted:
             return self.undrafted(num_tokens)[1]
-        known = self._known[1, :, self._bucket(num_tokens)]
-        return bool(self._now > known[LAST] + known[COUNT] ** 2 or not known[COUNT])
+        _, _, last, count = self._measured[1, :, self._bucket(num_tokens)]
+        return bool(self._now > last + count**2 or not count)
 
     def undrafted(self, num_tokens: int) -> tuple[float, bool]:
         """What a step without drafts costs. O(sizes).
@@ -167,7 +168,7 @@ class StepCost:
         Returns:
             (seconds, 0 before the first such step; whether it is time to measure steps of about this size).
         """
-        return _undrafted(self._known, self._now, self._pad(num_tokens), self._new_curve())  # type: ignore[no-any-return]
+        return _undrafted(self._measured, self._now, self._pad(num_tokens), self._curve)  # type: ignore[no-any-return]
 
     def drafted(self, num_requests: int, num_tokens: int, undrafted: float, cost: Floats) -> tuple[float, bool]:
         """What draft tokens gain and cost: see `Budget.costs`. O(sizes + draft tokens).
@@ -180,12 +181,8 @@ class StepCost:
             (seconds that an accepted token saves, whether any cost of drafts is known).
         """
         return _price(  # type: ignore[no-any-return]
-            self._known, self._now, self._sizes, self._is_new, num_requests, num_tokens, undrafted, self._new_curve(),
-            cost,
-        )  # fmt: skip
-
-    def _new_curve(self) -> Floats:
-        return np.empty((2, len(self._limits) + 1))
+            self._measured, self._now, self._sizes, self._is_new, num_requests, num_tokens, undrafted, self._curve, cost
+        )
 
     def _bucket(self, num_tokens: int) -> int:
         return min(bisect_left(self._limits, num_tokens), len(self._limits) - 1)
@@ -197,43 +194,41 @@ class StepCost:
 
 
 @njit(allocates=False)
-def _is_trusted(seconds: float, count: float, age: float, base: float) -> bool:
-    """Whether a size's cost is believed, `age` steps after the last of `count` steps of that size; see TRUST.
+def _is_forgotten(seconds: float, count: float, age: float, base: float) -> bool:
+    """Whether a size's cost no longer counts, `age` steps after the last of `count` steps of that size; see TRUST.
 
     Args:
         base: Seconds of a step without drafts.
     """
     patience = (count - 1.0 + ONCE) * min(seconds / base, MOST_PATIENCE)
-    return seconds <= base or age < min(TRUST * patience**2, LONGEST_TRUST)
+    return seconds > base and age >= min(TRUST * patience**2, LONGEST_TRUST)
 
 
 @njit(allocates=False)
-def _draw(known: Floats, now: int, above: int, n: int, base: float, curve: Floats) -> int:
+def _draw(measured: Floats, now: int, above: int, n: int, base: float, curve: Floats) -> int:
     """Add the sizes of more than `above` tokens to a curve of `n`. Sizes rise, costs never fall.
 
     Args:
-        known: float64 [4, buckets], of `StepCost`.
-        base: Seconds of a step without drafts, which old costs become; 0: they do not.
+        measured: float64 [4, buckets], of `StepCost`.
+        base: Seconds of a step without drafts, which sizes cost whose own cost is forgotten; infinite: none is.
         curve: float64 [2, > buckets], filled with each size's tokens and seconds.
 
     Returns:
         The number of sizes.
     """
     end = n
-    for bucket in range(known.shape[1]):
-        if known[COUNT, bucket] > 0.0 and known[TOKENS, bucket] > above:
-            end += 1
+    for bucket in range(measured.shape[1]):
+        end += measured[COUNT, bucket] > 0.0 and measured[TOKENS, bucket] > above
     least, at = math.inf, end
-    for bucket in range(known.shape[1] - 1, -1, -1):
-        tokens, seconds = known[TOKENS, bucket], known[SECONDS, bucket]
-        if known[COUNT, bucket] > 0.0 and tokens > above:
+    for bucket in range(measured.shape[1] - 1, -1, -1):
+        tokens, seconds = measured[TOKENS, bucket], measured[SECONDS, bucket]
+        last, count = measured[LAST, bucket], measured[COUNT, bucket]
+        if count > 0.0 and tokens > above:
             at -= 1
-            age = now - known[LAST, bucket]
-            if age < FRESH_STEPS:  # a larger step that took less: the smaller ones were held up
+            if now - last < FRESH_STEPS:  # a larger step that took less: the smaller ones were held up
                 least = min(least, seconds)
             seconds = min(seconds, least)
-            is_old = base > 0.0 and not _is_trusted(seconds, known[COUNT, bucket], age, base)
-            curve[0, at], curve[1, at] = tokens, base if is_old else seconds
+            curve[0, at], curve[1, at] = tokens, base if _is_forgotten(seconds, count, now - last, base) else seconds
     for i in range(max(n, 1), end):
         curve[1, i] = max(curve[1, i], curve[1, i - 1])
     return end
@@ -254,16 +249,16 @@ def _slope(first: int, last: int, curve: Floats) -> float:
 
 
 @njit(allocates=False)
-def _undrafted(known: Any, now: int, padded: int, curve: Floats) -> tuple[float, bool]:
+def _undrafted(measured: Any, now: int, padded: int, curve: Floats) -> tuple[float, bool]:
     """See `StepCost.undrafted`."""
     total, count, last = 0.0, 0.0, 0.0
-    for bucket in range(known.shape[2]):
-        total += known[0, COUNT, bucket]
-        if padded / 2 <= known[0, TOKENS, bucket] <= 2 * padded:
-            count += known[0, COUNT, bucket]
-            last = max(last, known[0, LAST, bucket])
+    for bucket in range(measured.shape[2]):
+        total += measured[0, COUNT, bucket]
+        if padded / 2 <= measured[0, TOKENS, bucket] <= 2 * padded:
+            count += measured[0, COUNT, bucket]
+            last = max(last, measured[0, LAST, bucket])
     is_due = total < MIN_OBSERVATIONS or now >= last + min(4 * count**2, MAX_UNDRAFTED_TRUST)
-    n = _draw(known[0], now, 0, 0, 0.0, curve)
+    n = _draw(measured[0], now, 0, 0, math.inf, curve)
     if n == 0:
         return 0.0, is_due
     at = 0
@@ -274,12 +269,12 @@ def _undrafted(known: Any, now: int, padded: int, curve: Floats) -> tuple[float,
 
 @njit(allocates=False)
 def _price(
-    known: Any, now: int, sizes: Ints, is_new: Any, num_requests: int, num_tokens: int, undrafted: float,
+    measured: Any, now: int, sizes: Ints, is_new: Any, num_requests: int, num_tokens: int, undrafted: float,
     curve: Floats, cost: Floats,
 ) -> tuple[float, bool]:  # fmt: skip
     """See `StepCost.drafted`."""
     curve[0, 0], curve[1, 0] = num_tokens, undrafted
-    n = _draw(known[1], now, num_tokens, 1, undrafted, curve)
+    n = _draw(measured[1], now, num_tokens, 1, undrafted, curve)
     new_size_cost = NEW_SIZE_COST * undrafted * min(FRESH_STEPS / max(now, 1), 1.0)
     cost[0], at, size = 0.0, 0, 0
     for i in range(1, cost.size):

@@ -157,7 +157,7 @@ def test_steps_are_timed_and_ranks_share_what_they_took():
     assert sizes[0] == 1, "what is measured for the first time is shared at once"
     assert 1 < max(sizes) <= STEPS_PER_SHARING
     assert sum(sizes) > 2 * STEPS_PER_SHARING
-    known = session.budget.cost._known  # without drafts and with them
+    known = session.budget.cost._measured  # without drafts and with them
     for seconds in known[:, SECONDS]:
         assert set(seconds.tolist()) == {0.0, 1.0}
     assert session.budget.cost.undrafted(1)[0] == 1.0

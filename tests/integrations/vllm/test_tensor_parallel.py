@@ -55,7 +55,7 @@ class Costs:
 
     def learned_costs(self):
         """What this rank's budget has learned of steps without drafts and with them."""
-        return self.model_runner.rollout_spec.session.budget.cost._known.tolist()
+        return self.model_runner.rollout_spec.session.budget.cost._measured.tolist()
 
 
 def check_rollouts(llm, off, reference_model, seed):
