@@ -235,9 +235,9 @@ def _widen(bits, logits):
 @njit(nogil=True, allocates=False)
 def _verify(
     all_logits, all_bits, starts, temperature, seed, position, draft, is_raw, keys, after_difference, scratch,
-    output, num_accepted, targets, num_broken, logprobs, ranks, features,
+    output, num_accepted, targets, logprobs, ranks, num_broken, features,
 ):  # fmt: skip
-    """Fill the outputs. See `VerifyResult` for their shapes; the last three may be of length 0.
+    """Fill the fields of a `VerifyResult`; `logprobs`, `ranks` and `features` may be of length 0.
 
     Args:
         all_logits, all_bits: float32 [N, V], or bfloat16 as uint16; the other is of length 0.
@@ -307,38 +307,23 @@ def verify_rows(
         all_bits = logits.detach().contiguous().view(torch.uint16).numpy()
     else:
         all_logits = logits.detach().float().contiguous().numpy()
-    num_scored = 0 if logprobs_mode is None else num_rows
-    output = np.full((num_requests, max_draft_tokens + 1), PLACEHOLDER_TOKEN_ID, np.int32)
-    num_accepted, num_broken = np.zeros((2, num_requests), np.int32)
-    targets = np.full(num_rows, PLACEHOLDER_TOKEN_ID, np.int64)
-    logprobs, ranks = np.zeros(num_scored, np.float32), np.ones(num_scored, np.int64)
-    features = np.zeros((0 if hidden is None else num_rows, FEATURE_WORDS), np.int64)
-    _verify(
-        all_logits,
-        all_bits,
-        layout.starts.numpy(),
-        *(field.numpy() for field in layout[1:]),
-        logprobs_mode == "raw_logprobs",
-        _keys(vocab_size),
-        after_difference,
-        _scratch(vocab_size),
-        output,
-        num_accepted,
-        targets,
-        num_broken,
-        logprobs,
-        ranks,
-        features,
+    num_scored, num_kept = 0 if logprobs_mode is None else num_rows, 0 if hidden is None else num_rows
+    fields = VerifyResult(
+        output_token_ids=np.full((num_requests, max_draft_tokens + 1), PLACEHOLDER_TOKEN_ID, np.int32),
+        num_accepted=np.zeros(num_requests, np.int32),
+        target_token_ids=np.full(num_rows, PLACEHOLDER_TOKEN_ID, np.int64),
+        logprobs=np.zeros(num_scored, np.float32),
+        ranks=np.ones(num_scored, np.int64),
+        num_broken_rows=np.zeros(num_requests, np.int32),
+        features=np.zeros((num_kept, FEATURE_WORDS), np.int64),
     )
-    if hidden is not None:
-        rows = np.flatnonzero(targets >= 0)  # projecting a state costs as much as reading some thousand logits
-        features[rows, :SIGNATURE_WORDS] = pack_signatures(hidden[torch.from_numpy(rows)]).numpy()
-    return VerifyResult(
-        torch.from_numpy(output),
-        torch.from_numpy(num_accepted),
-        torch.from_numpy(targets),
-        None if logprobs_mode is None else torch.from_numpy(logprobs),
-        None if logprobs_mode is None else torch.from_numpy(ranks),
-        torch.from_numpy(num_broken),
-        None if hidden is None else torch.from_numpy(features),
-    )
+    inputs = all_logits, all_bits, *(field.numpy() for field in layout), logprobs_mode == "raw_logprobs"
+    _verify(*inputs, _keys(vocab_size), after_difference, _scratch(vocab_size), *fields)
+    result = VerifyResult(*map(torch.from_numpy, fields))
+    if logprobs_mode is None:
+        result = result._replace(logprobs=None, ranks=None)
+    if hidden is None:
+        return result._replace(features=None)
+    rows = np.flatnonzero(fields.target_token_ids >= 0)  # projecting a state costs as much as reading some 1,000 logits
+    fields.features[rows, :SIGNATURE_WORDS] = pack_signatures(hidden[torch.from_numpy(rows)]).numpy()
+    return result
