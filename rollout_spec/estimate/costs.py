@@ -139,11 +139,6 @@ class Shape(NamedTuple):
         """Parameters that a step reads: those of all experts that some token uses, if each chose by itself."""
         return self.parameters - self.of_experts * (1 - self.used_experts) ** num_tokens
 
-    @property
-    def active(self) -> float:
-        """Parameters that a token uses."""
-        return self.parameters - self.of_experts * (1 - self.used_experts)
-
 
 SHAPES = {
     "1.5b": Shape(1.54e9, 28, 28 * 2 * 2 * 128 * 2),  # Qwen2.5-1.5B: two key-value heads of 128 numbers
@@ -213,7 +208,7 @@ def step_cost(shape: Shape, gpu: str, *, drafts: bool, context: float = CONTEXT)
     """
     bandwidth, flops = BYTES_SHARE * PEAKS[gpu][0], FLOPS_SHARE * PEAKS[gpu][1]
     share = MEASURED_SHARE.get(gpu, MEASURED_SHARE["h100"])
-    weights, per_token = 2 * shape.read(TOKENS) / bandwidth, 2 * shape.active / flops
+    weights, per_token = 2 * shape.read(TOKENS) / bandwidth, 2 * shape.read(1) / flops
     device = np.power(weights**SHARPNESS + (per_token * TOKENS) ** SHARPNESS, 1 / SHARPNESS)
     device += shape.layers * KERNELS_PER_LAYER * KERNEL
     device = np.maximum.accumulate(device * np.interp(TOKENS, MEASURED_TOKENS, share))

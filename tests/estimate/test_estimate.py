@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 
+from rollout_spec.budget import Budget
 from rollout_spec.cli import main
 from rollout_spec.drafters import build_drafter
 from rollout_spec.estimate import phases
@@ -15,6 +16,7 @@ from rollout_spec.estimate.command import Engine, figures_of, simulate_run, verd
 from rollout_spec.estimate.costs import (
     SHAPES,
     UNIT_COST,
+    EngineCost,
     MeasuredCost,
     measured_curve,
     read_step_times,
@@ -35,11 +37,13 @@ from rollout_spec.estimate.phases import (
 from rollout_spec.features import FEATURE_WORDS
 from rollout_spec.history.folder import HistoryFolder, Origin
 from rollout_spec.history.logs import read
+from rollout_spec.measured_schedule import MeasuredSchedule
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID
 
 pytest.importorskip("pyarrow")
 
 PROMPT = np.array([1, 2], np.int32)
+STEEP = EngineCost(np.array([1.0, 2.0]), np.array([1.0, 2.0]))
 NO_TIMES = "nan", "0.0", "-1.0", "inf"
 QWEN_7B = {
     "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
@@ -136,7 +140,6 @@ def again(rows, later):
 OVERLAPPING = {
     "each generation in the next step's log, too": lambda rows: [[*rows, *again(rows, 1)]],
     "shuffled": lambda rows: [np.random.default_rng(1).permutation([*rows, *again(rows, 1)]).tolist()],
-    "a file named twice": lambda rows: [rows, rows],
     "a file for each step, the last first": lambda rows: [[row] for row in [*again(rows, 2), *again(rows, 1), *rows]],
     "one within another": lambda rows: [rows[16:32], rows],
 }
@@ -150,12 +153,6 @@ def test_copies_in_logs_are_no_later_epochs(tmp_path, name):
     found = [(rollout.policy_version, rollout.token_ids.tolist()) for rollout in rollouts]
     assert sorted(found) == sorted((row["step"], row["completion_ids"]) for row in rows)
     assert num_copies == sum(map(len, OVERLAPPING[name](rows))) - 48
-
-
-def test_the_command_leaves_copies_out(tmp_path, capsys):
-    rows = three_generations()
-    assert main(["estimate", write_log(tmp_path / "log.jsonl", [*rows, *again(rows, 1)])]) == 0
-    assert "48 copies of rollouts are left out" in capsys.readouterr().err
 
 
 def test_of_a_single_version_half_of_the_samples_is_an_earlier_epoch(tmp_path):
@@ -220,10 +217,7 @@ def test_of_too_many_requests_no_drafts_are_cut_as_in_engines(monkeypatch):
     monkeypatch.setattr(phases, "MOST_CUT_REQUESTS", 3)
     text = np.tile(np.arange(5, dtype=np.int32), 8)
     rollouts = [RecordedRollout(0, PROMPT, text[: 20 + 5 * n]) for n in range(5)]
-    drafter, policy = (
-        build_drafter("history", max_draft_tokens=4),
-        Adaptive(lambda requests, sizes: np.ones(len(sizes)), 4, 8),
-    )
+    drafter, policy = build_drafter("history", max_draft_tokens=4), Adaptive(lambda _, sizes: np.ones(len(sizes)), 4, 8)
     steps = list(simulate(rollouts, drafter, policy, UNIT_COST, num_speculative_tokens=4, batch=8))
     assert {step.num_draft_tokens for step in steps if step.num_requests > 3} == {0}
     assert any(step.num_draft_tokens for step in steps if step.num_requests <= 3)
@@ -237,20 +231,15 @@ def test_of_too_many_requests_no_drafts_are_cut_as_in_engines(monkeypatch):
 def test_each_phase_begins_alike(step_seconds, num_drafted):
     """Its requests have the same numbers as those of the last one, and their drafts count as certain."""
     texts = np.random.default_rng(0).integers(0, 3, (4, 40), np.int32)
-    rollouts, policy = (
-        [RecordedRollout(0, PROMPT, text) for text in texts],
-        Adaptive(lambda requests, sizes: sizes + step_seconds, 4, 4),
-    )
+    rollouts = [RecordedRollout(0, PROMPT, text) for text in texts]
+    policy = Adaptive(lambda requests, sizes: sizes + step_seconds, 4, 4)
     policy.choose = lambda num_requests: 4
-
-    def first_drafts():
+    for _ in range(2):
         drafter = build_drafter("history", max_draft_tokens=4)
         for rollout in rollouts:
             add_rollout(drafter, rollout)
         steps = list(simulate(rollouts, drafter, policy, UNIT_COST, num_speculative_tokens=4, batch=4))
-        return steps[0].num_draft_tokens
-
-    assert [first_drafts(), first_drafts()] == [num_drafted] * 2
+        assert steps[0].num_draft_tokens == num_drafted
 
 
 @pytest.mark.parametrize(
@@ -258,6 +247,7 @@ def test_each_phase_begins_alike(step_seconds, num_drafted):
     [
         ([], [], "no rollouts"),
         ([{"prompt": "a", "completion": "b"}], [], "text needs --tokenizer"),
+        ([{"prompt_ids": [1], "completion_ids": [2]}], [], "nothing to draft"),  # the first comes with the prompt
         (None, ["-k", "0"], "-k must be between 1 and"),
         (None, ["--gpu", "h100"], "--gpu needs --model: one of 1.5b, 7b"),
         (None, ["--gpu", "h100", "--model", "nowhere/config.json"], "--model must be one of"),
@@ -276,25 +266,20 @@ def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch, rows, options, mes
     assert message in shown.err
 
 
-def test_a_file_without_rollouts_does_not_keep_others_from_being_read(tmp_path, capsys):
+def test_files_without_rollouts_and_copies_are_left_out(tmp_path, capsys):
     good = write_log(tmp_path / "good.jsonl", [{"prompt_ids": [1], "completion_ids": [2, 3, 4]}] * 2)
     bad = write_log(tmp_path / "bad.jsonl", [{"prompt_ids": [1], "completion_ids": []}])
-    assert main(["estimate", bad, good]) == 0
+    assert main(["estimate", bad, good, good]) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("2 rollouts of 1 prompts")
-    assert f"1 of 2 files are left out, first {bad}:1: the completion is empty" in shown.err
+    assert f"1 of 3 files are left out, first {bad}:1: the completion is empty" in shown.err
+    assert "2 copies of rollouts are left out" in shown.err
 
 
-def test_one_rollout_and_a_torn_line_are_enough(tmp_path, capsys):
-    path = tmp_path / "log.jsonl"
-    path.write_text(json.dumps({"prompt_ids": [1], "completion_ids": [2, 3] * 9}) + '\n{"prompt_ids": [1], "compl')
-    assert main(["estimate", str(path), "--gpu", "a100", "--model", "8B"]) == 0
-    shown = capsys.readouterr()
-    assert "1 left out" in shown.err
-    assert "1 rollouts of 1 prompts" in shown.out
-    write_log(path, [{"prompt_ids": [1], "completion_ids": [2]}])
-    assert main(["estimate", str(path)]) == 2, "its first token comes with the prompt"
-    assert "nothing to draft" in capsys.readouterr().err
+def test_one_rollout_is_enough(tmp_path, capsys):
+    path = write_log(tmp_path / "log.jsonl", [{"prompt_ids": [1], "completion_ids": [2, 3] * 9}])
+    assert main(["estimate", path, "--gpu", "a100", "--model", "8B"]) == 0
+    assert "1 rollouts of 1 prompts" in capsys.readouterr().out
 
 
 def test_sizes_of_a_model_follow_from_its_configuration(tmp_path):
@@ -352,3 +337,56 @@ def test_measured_times_are_interpolated(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             read_step_times(path, None, 300)
+
+
+# -- phases ------------------------------------------------------------------------------------------------------------
+
+
+def phase_rollouts(num_problems=3, samples=6, tokens=120, seed=0):
+    """Rollouts of a problem that are mostly alike, of different lengths."""
+    rng = np.random.default_rng(seed)
+    rollouts = []
+    for number in range(num_problems):
+        base = rng.integers(0, 200, tokens)
+        for _ in range(samples):
+            text = np.where(rng.random(tokens) < 0.15, rng.integers(0, 200, tokens), base)
+            text = text[: int(rng.integers(tokens // 2, tokens))].astype(np.int32)
+            rollouts.append(RecordedRollout(number, np.array([number, 7], np.int32), text))
+    return rollouts
+
+
+def run(policy, cost, rollouts, batch=4, k=4):
+    drafter = build_drafter("suffix", max_draft_tokens=k)
+    return list(simulate(rollouts, drafter, policy, cost, num_speculative_tokens=k, batch=batch))
+
+
+def test_the_budget_pays_where_tokens_are_free_and_stays_out_where_they_are_not():
+    rollouts, others = phase_rollouts(), phase_rollouts(seed=1)
+    for cost in (UNIT_COST, STEEP):
+        budget = Budget()
+        run(budget, cost, others, batch=6)
+        policies = budget, *(lambda num_requests, k=k: k for k in (0, 1, 2, 4))
+        ours, none, *always = (sum_up(run(policy, cost, rollouts, batch=6)) for policy in policies)
+        assert {result.tokens for result in (ours, none, *always)} == {none.tokens}
+        if cost is UNIT_COST:
+            assert ours.seconds < 0.8 * none.seconds
+            assert ours.seconds < 1.1 * min(result.seconds for result in always)
+        else:
+            assert ours.seconds < 1.02 * none.seconds
+            assert always[-1].seconds > 1.2 * none.seconds
+
+
+def test_where_the_scheduler_chooses_k_all_requests_have_as_many_whatever_was_found():
+    steps = run(MeasuredSchedule([4] * 5), UNIT_COST, phase_rollouts())
+    assert {step.num_draft_tokens / step.num_requests for step in steps} == {0, 4}
+
+
+def test_a_step_takes_what_its_requests_cost_and_more_than_the_host():
+    cost = STEEP._replace(request_seconds=10.0)
+    assert [cost.whole_step(1, 0), cost.whole_step(4, 0), cost.whole_step(4, 8)] == pytest.approx([11, 44, 52])
+    assert cost._replace(host_seconds=(5.0, 0.0)).whole_step(4, 8) == pytest.approx(52, rel=1e-3)
+    assert cost._replace(host_seconds=(1000.0, 2.0)).whole_step(4, 8) == pytest.approx(1008, rel=1e-3)
+    assert cost._replace(host_seconds=(52.0, 0.0)).whole_step(4, 8) == pytest.approx(52 * 2 ** (1 / 3))
+    verifying = cost._replace(verify_seconds=7.0)
+    assert [verifying.whole_step(4, 0), verifying.whole_step(4, 8)] == pytest.approx([44, 52 + 7])
+    assert cost._replace(draft_seconds=(3.0, 0.5)).drafting(4) == 5
