@@ -18,7 +18,7 @@ from experiments.engines.bench_phase import PHASES, ROLLOUTS, Phase, read_record
 from experiments.rows import RESULTS, append, make_parser, origin
 from rollout_spec.drafters import build_drafter
 from rollout_spec.estimate.costs import PEAKS, SHAPES, measured_by_vllm, step_cost
-from rollout_spec.estimate.phases import Adaptive, Policy, simulate, sum_up
+from rollout_spec.estimate.phases import Adaptive, Policy, simulate
 
 
 def no_drafts(num_requests: int) -> int:
@@ -41,9 +41,10 @@ def simulated(shape: str, gpu: str, mode: str, batch: int, k: int) -> list[dict[
         rollouts = [r._replace(problem_id=p) for r, p in zip(phase.rollouts, phase.problems, strict=True)]
         context = float(np.mean([rollout.mean_context for rollout in rollouts]))
         cost = step_cost(SHAPES[shape], gpu, drafts=mode == "device", context=context)
-        steps = sum_up(list(simulate(rollouts, drafter, policy, cost, num_speculative_tokens=k, batch=batch)))
-        tokens = (steps.tokens - len(rollouts)) / steps.request_steps
-        found.append({"seconds": round(steps.seconds, 2), "steps": steps.steps, "tokens_per_step": round(tokens, 3)})
+        steps = list(simulate(rollouts, drafter, policy, cost, num_speculative_tokens=k, batch=batch))
+        seconds, request_steps = sum(step.seconds for step in steps), sum(step.num_requests for step in steps)
+        tokens = (steps[-1].tokens - len(rollouts)) / request_steps
+        found.append({"seconds": round(seconds, 2), "steps": len(steps), "tokens_per_step": round(tokens, 3)})
     return found
 
 

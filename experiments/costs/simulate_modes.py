@@ -56,7 +56,6 @@ from rollout_spec.estimate.phases import (
     by_problem,
     k_by_requests,
     simulate,
-    sum_up,
 )
 from rollout_spec.measured_schedule import MeasuredSchedule
 
@@ -138,15 +137,15 @@ def cell(place: tuple[Path, int, bool, Sequence[str]]) -> list[dict[str, Any]]:
         drafter = filled(earlier) if isinstance(policy, Budget) else filled(earlier, min_survival=0.0)
         if name != "none":
             list(run(others, drafter, policy, cost))
-        result = sum_up(list(run(phase, drafter, policy, cost)))
-        seconds[gpu, model, name] = result.seconds
-        speedup = seconds[gpu, model, "none"] / result.seconds
+        steps = list(run(phase, drafter, policy, cost))
+        took = seconds[gpu, model, name] = sum(step.seconds for step in steps)
+        tokens, accepted = steps[-1].tokens, sum(step.num_accepted for step in steps)
         rows.append(
             {
                 "set": path.stem, "batch": batch, "history": has_history, "gpu": gpu, "model": model,
-                "policy": name, "seconds": round(result.seconds, 4), "speedup": round(speedup, 4),
-                "tokens_per_step": round(1 + result.accepted / max(result.tokens - result.accepted, 1), 3),
-                "verified": result.drafted, "accepted": result.accepted,
+                "policy": name, "seconds": round(took, 4), "speedup": round(seconds[gpu, model, "none"] / took, 4),
+                "tokens_per_step": round(1 + accepted / max(tokens - accepted, 1), 3),
+                "verified": sum(step.num_draft_tokens for step in steps), "accepted": accepted,
             }
         )  # fmt: skip
     return rows

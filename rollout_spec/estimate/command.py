@@ -227,9 +227,7 @@ def without_drafts(lengths: Sequence[int], batch: int) -> tuple[Ints, Ints, Ints
             starts[i] = free_from[0]
             heapreplace(free_from, free_from[0] + length)
     ends = starts + steps
-    changes = np.zeros(ends.max() + 1, np.int64)
-    np.add.at(changes, starts, steps > 0)
-    np.subtract.at(changes, ends, steps > 0)
+    changes = np.bincount(starts[steps > 0], minlength=ends.max() + 1) - np.bincount(ends[steps > 0])
     return starts, ends, np.cumsum(changes)[:-1]
 
 

@@ -288,27 +288,3 @@ def simulate(
         left = started.keys() - set(decoder.live)
         ended = [(rollout, clock - start) for rollout, start in map(started.pop, left)]
         yield Step(num_requests, num_draft_tokens, num_accepted, seconds, tokens, ended)
-
-
-class Phase(NamedTuple):
-    """A simulated rollout phase."""
-
-    seconds: float
-    steps: int
-    request_steps: int
-    """The requests of each step, summed."""
-    tokens: int
-    drafted: int
-    accepted: int
-
-
-def sum_up(steps: Sequence[Step]) -> Phase:
-    """The phase of these steps, one or more."""
-    return Phase(
-        seconds=sum(step.seconds for step in steps),
-        steps=len(steps),
-        request_steps=sum(step.num_requests for step in steps),
-        tokens=steps[-1].tokens,
-        drafted=sum(step.num_draft_tokens for step in steps),
-        accepted=sum(step.num_accepted for step in steps),
-    )
