@@ -22,8 +22,8 @@ import torch
 from torch.nn.functional import pad
 
 from experiments.rows import append, make_parser, origin
+from rollout_spec.drafters.device.choice import DeviceChoice
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
-from rollout_spec.drafters.model.choice import DeviceChoice
 from rollout_spec.features import FEATURE_WORDS, SIGNATURE_BITS, TOP_TOKENS, pack, unpack
 from rollout_spec.transfers import HostCopy
 from rollout_spec.types import GREEDY_TEMPERATURE, SamplingBatch

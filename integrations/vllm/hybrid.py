@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rollout_spec.drafters.model.choice import DeviceChoice
+from rollout_spec.drafters.device.choice import DeviceChoice
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.config import config_of
 from rollout_spec.integrations.vllm.device import DeviceSpeculator

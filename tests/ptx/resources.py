@@ -26,8 +26,8 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from rollout_spec import RolloutSpecConfig
+from rollout_spec.drafters.device.choice import DeviceChoice
 from rollout_spec.drafters.device.drafter import DeviceDrafter
-from rollout_spec.drafters.model.choice import DeviceChoice
 from rollout_spec.integrations.vllm.warm_up import warm_up_kernels
 from tests.emulation import run_kernels
 

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
+from rollout_spec.drafters.device.choice import DeviceChoice
 from rollout_spec.drafters.device.drafter import EndedRequest
-from rollout_spec.drafters.model.choice import DeviceChoice
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel
 from tests.drafters.device.test_device import Engine, K

@@ -13,8 +13,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
 
 from rollout_spec import engine_kwargs
-from rollout_spec.drafters.device import kernels
-from rollout_spec.drafters.model import choice
+from rollout_spec.drafters.device import choice, kernels
 from rollout_spec.integrations.vllm.plugin import HOOKS
 from rollout_spec.verify import kernel
 from tests.integrations.draft_models import write_eagle_head

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from rollout_spec.drafters.model import choice
-from rollout_spec.drafters.model.choice import DeviceChoice
+from rollout_spec.drafters.device import choice
+from rollout_spec.drafters.device.choice import DeviceChoice
 
 K, M, SLOTS, LENGTH = 4, 3, 3, 200
 TOKENS = st.integers(0, 2)

@@ -1,1 +1,0 @@
-"""Choosing between the drafts of history and those of a model drafter of vLLM."""
