@@ -1,5 +1,7 @@
 """The interface between drafters and what calls them: the vLLM plugin, `loop.py`, a replay.
 
+A drafter of your own needs the four methods of `Drafter`. `as_batch_drafter` gives it those that engines call.
+
 The calls for a request are `start_request`, then rounds of `propose` and `extend` in this order (`propose` is left out
 of steps that do not draft), then `stop_request`; other requests may start and stop in between. What became of its
 drafts a drafter sees from the tokens that follow them. The same calls must give the same drafts, which tensor-parallel
@@ -9,16 +11,15 @@ ranks rely on: a drafter must not depend on wall-clock time, threads or unseeded
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout_spec.drafters.host import step
+from rollout_spec.drafters.host.requests import RequestTable
+from rollout_spec.drafters.host.step import Learned, Sampled, StepOptions
 from rollout_spec.types import Draft, Int32Array
-
-if TYPE_CHECKING:
-    from rollout_spec.drafters.host.requests import RequestTable
-    from rollout_spec.drafters.host.step import Learned, Sampled, StepOptions
 
 Tokens: TypeAlias = "Sequence[int] | NDArray[np.integer]"
 
@@ -77,8 +78,6 @@ class BatchDrafter(Drafter, Protocol):
     Its `start_request` takes two more keywords. `num_known` (int): how many of the prompt's first tokens the problem's
     history holds already, from earlier turns. `own_only` (bool): draft this request from its own text alone, and no
     other request from it. Drafters that have only the methods of `Drafter` are not shown such requests.
-
-    `rollout_spec.drafters.batch.as_batch_drafter` gives these methods to one that has only those of `Drafter`.
     """
 
     table: RequestTable
@@ -107,3 +106,80 @@ class BatchDrafter(Drafter, Protocol):
 
     def propose_rows(self, rows: NDArray[np.int64], limits: NDArray[np.int64]) -> None:
         """`propose` for these requests, int64 [R], at most limits[i] tokens each: fills `Requests.history`."""
+
+
+def as_batch_drafter(drafter: Drafter, max_draft_tokens: int) -> BatchDrafter:
+    """The drafter itself, if it can draft for batches, or one that calls it.
+
+    A class that overrides `propose` or `extend` of a drafter for batches is called one by one.
+
+    Args:
+        max_draft_tokens: K.
+    """
+    one_by_one = {"propose", "extend"}
+    owner = next((o for o in type(drafter).__mro__ if vars(o).keys() & {"propose_rows", *one_by_one}), object)
+    is_batched = "propose_rows" in vars(owner)
+    return cast(BatchDrafter, drafter if is_batched else _OneByOne(drafter, max_draft_tokens))
+
+
+class _OneByOne:
+    """A `BatchDrafter` around a `Drafter`, all of whose other methods are the latter's.
+
+    Raises:
+        AttributeError: the drafter lacks a method of `Drafter`.
+    """
+
+    wants_features = wants_rejected_targets = False
+
+    def __init__(self, drafter: Drafter, max_draft_tokens: int) -> None:
+        for method in ("start_request", "extend", "propose", "stop_request"):
+            getattr(drafter, method)  # raises now, and not while rollouts wait, if it is missing
+        self.table = RequestTable(max_draft_tokens)
+        self._drafter = drafter
+        self._req_ids: dict[int, str] = {}  # by row
+        self._rows: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def start_request(self, req_id: str, prompt_token_ids: Tokens, *, seed: int | None = None, **kwargs: Any) -> None:
+        self._drafter.start_request(req_id, prompt_token_ids, seed=seed, **kwargs)
+        row = self._rows[req_id] = self.table.start(len(prompt_token_ids), seed)
+        self._req_ids[row] = req_id
+
+    def stop_request(self, req_id: str, *, keep: bool = True) -> None:
+        self._drafter.stop_request(req_id, keep=keep)
+        row = self._rows.pop(req_id)
+        del self._req_ids[row]
+        self.table.stop(row)
+
+    def extend(self, req_id: str, new_token_ids: Tokens) -> None:
+        row = self.row_of(req_id)
+        self._drafter.extend(req_id, new_token_ids)
+        self.table.arrays.num_tokens[row] += len(new_token_ids)
+
+    def row_of(self, req_id: str) -> int:
+        return self._rows[req_id]
+
+    def learn_step(self, sampled: Sampled, targets: NDArray[np.int64] | None, options: StepOptions) -> Learned:
+        rows, batch_rows = sampled.rows, sampled.batch_rows
+        starts = self.table.arrays.num_tokens[rows] - sampled.first[batch_rows]
+        limits = np.empty(rows.size, np.int64)
+        *counts, _, _ = step.learn(self.table.reference, None, options, sampled, None, limits)
+        ends = self.table.arrays.num_tokens[rows] - sampled.first[batch_rows]
+        for row, batch_row, start, end in zip(rows.tolist(), batch_rows, starts, ends, strict=True):
+            if start < end:
+                self._drafter.extend(self._req_ids[row], sampled.token_ids[batch_row, start:end].tolist())
+        return Learned(limits, *counts)
+
+    def update_index(self) -> None:
+        pass
+
+    def propose_rows(self, rows: NDArray[np.int64], limits: NDArray[np.int64]) -> None:
+        proposed = self._drafter.propose([self._req_ids[row] for row in rows.tolist()], limits.astype(np.int32))
+        drafts = self.table.arrays.history
+        for row, (token_ids, confidence) in zip(rows.tolist(), proposed, strict=True):
+            drafts.lengths[row] = size = len(token_ids)
+            if len(confidence) != size:
+                raise ValueError(f"a draft needs a confidence for each token, got {token_ids!r} and {confidence!r}")
+            drafts.tokens[row, :size], drafts.confidence[row, :size] = token_ids, confidence

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.budget import Budget
-from rollout_spec.drafters.base import BatchDrafter, Drafter
-from rollout_spec.drafters.batch import as_batch_drafter
+from rollout_spec.drafters.base import BatchDrafter, Drafter, as_batch_drafter
 from rollout_spec.drafters.host import step
 from rollout_spec.drafters.host.requests import UNLIMITED
 from rollout_spec.drafters.host.step import Learned, Sampled, StepOptions

@@ -22,7 +22,6 @@ from rollout_spec.drafters.host import lookahead, ngram, suffix
 from rollout_spec.drafters.host.constants import LOOKAHEAD, LOOKAHEAD_WEIGHT, MAX_DEPTH
 from rollout_spec.drafters.host.index import DrafterSettings, Index, append_features, gather, index_document
 from rollout_spec.drafters.host.lookahead import LOOKAHEAD_ORDER, Pool
-from rollout_spec.drafters.host.requests import RequestTable
 from rollout_spec.drafters.host.store import (
     NUM_FREE_PAGES,
     NUM_TOKENS,
@@ -228,13 +227,6 @@ def _learn(requests, history, options, sampled, window, limits):
             in_model = options.max_model_len - requests.num_tokens[row]
             limits[i] = max(min(options.max_draft_tokens, to_come - 1, in_model - 1), 0)
     return num_live, num_verified, num_sampled, num_emitted, expected, num_right, total, True
-
-
-def learn_without_text(table: RequestTable, sampled: Sampled, options: StepOptions) -> Learned:
-    """`learn` for a drafter that keeps its text elsewhere, or none."""
-    limits = np.empty(sampled.rows.size, np.int64)
-    *counts, _, _ = learn(table.reference, None, options, sampled, None, limits)
-    return Learned(limits, *counts)
 
 
 @njit(allocates=False)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollout_spec.drafters import build_drafter
-from rollout_spec.drafters.batch import as_batch_drafter
+from rollout_spec.drafters.base import as_batch_drafter
 from rollout_spec.drafters.host import suffix
 from rollout_spec.drafters.host.drafter import HistoryDrafter
 from rollout_spec.drafting import Drafting
