@@ -77,12 +77,17 @@ def find_drafter(name: str) -> Any:
     """The class behind a drafter's name.
 
     Raises:
-        ValueError: no such drafter, or the path does not import.
+        ValueError: no such drafter, or the path does not import: with the remedy where there is no such module.
     """
-    if name in REGISTRY:
-        return _imported(REGISTRY[name].path)
     check_name(name)
-    return _imported(name)
+    path = REGISTRY[name].path if name in REGISTRY else name
+    module_name, _, class_name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and f"{path}.".startswith(f"{error.name}.")
+        hint = "; its folder must be on the PYTHONPATH of every process of the engine" if is_missing else ""
+        raise ValueError(f"drafter {path!r} cannot be imported: {error}{hint}") from error
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
@@ -130,8 +135,9 @@ def build_drafter(name: str, /, **arguments: Any) -> Drafter:
     if runs_on_device(name):
         raise ValueError(f"drafter {name!r} runs on the device, where the engine makes it: use one of {list(DRAFTERS)}")
     factory, implied = find_drafter(name), REGISTRY[name].implied if name in REGISTRY else {}
-    _check_names(name, factory, {**implied, **arguments})
-    drafter: Drafter = factory(**{**implied, **arguments})
+    arguments = {**implied, **arguments}
+    _check_names(name, factory, arguments)
+    drafter: Drafter = factory(**arguments)
     return drafter
 
 
@@ -146,14 +152,3 @@ def _check_names(name: str, factory: Any, arguments: Mapping[str, Any]) -> None:
             raise ValueError(f"drafter {name!r}: {'; '.join(removed)}") from error
         hint = checks.did_you_mean(unknown[0], signature.parameters) if unknown else ""
         raise ValueError(f"drafter {name!r} does not take these drafter_options: {error}{hint}") from error
-
-
-def _imported(path: str) -> Any:
-    """What a dotted path names. Raises ValueError with the reason, and where there is no such module the remedy."""
-    module_name, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        is_missing = isinstance(error, ModuleNotFoundError) and f"{path}.".startswith(f"{error.name}.")
-        hint = "; its folder must be on the PYTHONPATH of every process of the engine" if is_missing else ""
-        raise ValueError(f"drafter {path!r} cannot be imported: {error}{hint}") from error
