@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.budget import NUM_BINS, allocate
-from rollout_spec.drafters.host import lookahead, ngram, suffix
+from rollout_spec.drafters.host import lookahead, ngram, suffix, voting
 from rollout_spec.drafters.host.constants import LOOKAHEAD, LOOKAHEAD_WEIGHT, MAX_DEPTH
 from rollout_spec.drafters.host.index import DrafterSettings, Index, append_features, gather, index_document
 from rollout_spec.drafters.host.lookahead import LOOKAHEAD_ORDER, Pool
@@ -32,19 +32,7 @@ from rollout_spec.drafters.host.store import (
     last_position,
     read_back,
 )
-from rollout_spec.drafters.host.voting import (
-    Calibration,
-    advance,
-    blend,
-    blend_in,
-    cell_of,
-    choose,
-    compare_states,
-    count_outcome,
-    draw_noise,
-    rate,
-    weigh,
-)
+from rollout_spec.drafters.host.voting import Calibration
 from rollout_spec.features import Features, no_features
 from rollout_spec.jit import njit
 from rollout_spec.types import Int32Array
@@ -140,7 +128,7 @@ def _grade(drafts, calibration, row, tokens, first, size):
         target = tokens[first + depth]
         hit = drafts.tokens[row, depth] == target
         cell, source = drafts.cells[row, depth]
-        count_outcome(calibration.counts[cell], hit)
+        voting.count_outcome(calibration.counts[cell], hit)
         calibration.by_source[source, 0] += 1
         calibration.by_source[source, 1] += hit
         if not hit:
@@ -282,15 +270,12 @@ def source_of(store, token, is_of_pool, count, positions, weights, sources):
 
     If none did, it was remembered, and comes from the heaviest of all; or from the lookahead pool.
     """
-    heaviest, origin = -1.0, -1
+    heaviest, source = (False, -1.0), LOOKAHEAD
     for j in range(count):
-        if store.tokens[positions[j]] == token and weights[j] > heaviest:
-            heaviest, origin = weights[j], j
-    if heaviest < 0.0 and not is_of_pool:
-        for j in range(count):
-            if weights[j] > heaviest:
-                heaviest, origin = weights[j], j
-    return sources[origin] if origin >= 0 else LOOKAHEAD
+        said = store.tokens[positions[j]] == token
+        if (said or not is_of_pool) and (said, weights[j]) > heaviest:
+            heaviest, source = (said, weights[j]), sources[j]
+    return source
 
 
 @njit(allocates=False)
@@ -298,7 +283,7 @@ def _propose(requests, history, rows, limits, scratch):
     store, settings, calibration = history.store, history.settings, history.calibration
     out = requests.history
     positions, lengths, weights, sources = scratch.positions, scratch.lengths, scratch.weights, scratch.sources
-    found, mass, noise = scratch.found, scratch.mass, scratch.noise
+    found, mass = scratch.found, scratch.mass
     for i in range(rows.size):
         row = rows[i]
         document = requests.document[row]
@@ -316,41 +301,41 @@ def _propose(requests, history, rows, limits, scratch):
                     store, history.lookup, settings, document, text[start:end], end - start, positions, lengths,
                     scratch.path,
                 )  # fmt: skip
-                weigh(store, document, count, positions, weights, sources)
-                count = compare_states(
+                voting.weigh(store, document, count, positions, weights, sources)
+                count = voting.compare_states(
                     store, settings, document, depth, count, positions, lengths, weights, sources, scratch.differing
                 )
-            num_found, longest, left = blend(
+            num_found, longest, left = voting.blend(
                 store, settings, count, positions, lengths, weights, scratch.by_length, scratch.share, found, mass
             )
             guess = -1
             if settings.use_lookahead:
                 guess = lookahead.find(history.pool, np.int64(store.documents[document, PROBLEM]), text, end)
             if guess >= 0:
-                num_found = blend_in(guess, LOOKAHEAD_WEIGHT, num_found, found, mass)
+                num_found = voting.blend_in(guess, LOOKAHEAD_WEIGHT, num_found, found, mass)
                 left *= 1.0 - LOOKAHEAD_WEIGHT
                 longest = max(longest, LOOKAHEAD_ORDER)
             elif num_found == 0:
                 break
             if coupled and num_found > 1:
-                draw_noise(requests.seed[row], np.int64(known - 1 + depth), num_found, found, mass, noise)
-                best, lead = choose(num_found, mass, noise, True)
+                voting.add_noise(requests.seed[row], np.int64(known - 1 + depth), num_found, found, mass)
+                best, lead = voting.choose(num_found, mass)
                 expected = (1.0 - left) / (1.0 + np.exp(-lead))
             else:
-                best, _ = choose(num_found, mass, noise, False)
+                best, _ = voting.choose(num_found, mass)
                 expected = 1.0 - left if coupled else mass[best]
             token = found[best]
-            cell = cell_of(coupled, expected, longest)
+            cell = voting.cell_of(coupled, expected, longest)
             out.cells[row, depth, 0] = cell
             out.cells[row, depth, 1] = source_of(store, token, token == guess, count, positions, weights, sources)
-            survival *= rate(calibration.counts[cell], expected)
+            survival *= voting.rate(calibration.counts[cell], expected)
             if survival < settings.min_survival and depth > 0:  # a first token keeps its cell up to date
                 break
             out.tokens[row, depth] = token
             out.confidence[row, depth] = survival
             out.lengths[row] = depth + 1
             text[end] = token
-            count = advance(store, token, count, positions, lengths, weights, sources)
+            count = voting.advance(store, token, count, positions, lengths, weights, sources)
 
 
 @njit

@@ -7,26 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.drafters.host.constants import (
-    BINS_PER_HALVING,
-    BLEND,
-    LENGTH_EDGES,
-    MAX_CANDIDATES,
-    MAX_DEPTH,
-    MAX_DISAGREEMENT,
-    MAX_TRIALS,
-    MIN_DISTANCE_FROM_ONE,
-    MIN_REMEMBERED,
-    NUM_LENGTH_BINS,
-    NUM_PROBABILITY_BINS,
-    OWN,
-    PRIOR,
-    PROMPT_TEXT,
-    SHARED,
-    SIBLING,
-    SOURCE_WEIGHT,
-    UNKNOWN_DISAGREEMENT,
-)
+from rollout_spec.drafters.host import constants
+from rollout_spec.drafters.host.constants import MAX_CANDIDATES, MAX_DEPTH
 from rollout_spec.drafters.host.store import (
     DOCUMENT,
     KIND,
@@ -66,45 +48,36 @@ class Scratch(NamedTuple):
     sources: Int32Array  # [MAX_CANDIDATES]
     differing: Int32Array  # [MAX_CANDIDATES] bits of the signatures that differ
     found: Int32Array  # [MAX_FOUND] distinct next tokens
-    mass: NDArray[np.float64]  # [MAX_FOUND] their probabilities, or the logarithms
-    noise: NDArray[np.float64]  # [MAX_FOUND]
+    mass: NDArray[np.float64]  # [MAX_FOUND] their probabilities, or the logarithms with noise
     by_length: NDArray[np.float64]  # [MAX_DEPTH + 1] weight of the candidates that match so far
     share: NDArray[np.float64]  # [MAX_DEPTH + 1] weight of a candidate that matches so far
 
 
 def new_scratch(max_tokens):
     """Buffers for drafts of at most `max_tokens` tokens."""
-    return Scratch(
-        np.empty(MAX_DEPTH + max_tokens, np.int32),
-        new_path(),
-        np.empty(MAX_CANDIDATES, np.int32),
-        np.empty(MAX_CANDIDATES, np.int32),
-        np.empty(MAX_CANDIDATES, np.float64),
-        np.empty(MAX_CANDIDATES, np.int32),
-        np.empty(MAX_CANDIDATES, np.int32),
-        np.empty(MAX_FOUND, np.int32),
-        np.empty(MAX_FOUND, np.float64),
-        np.empty(MAX_FOUND, np.float64),
-        np.zeros(MAX_DEPTH + 1, np.float64),
-        np.empty(MAX_DEPTH + 1, np.float64),
-    )
+    text, weights = np.empty(MAX_DEPTH + max_tokens, np.int32), np.empty(MAX_CANDIDATES)
+    positions, lengths, sources, differing = np.empty((4, MAX_CANDIDATES), np.int32)
+    found, mass = np.empty(MAX_FOUND, np.int32), np.empty(MAX_FOUND)
+    by_length, share = np.zeros((2, MAX_DEPTH + 1))
+    path = new_path()
+    return Scratch(text, path, positions, lengths, weights, sources, differing, found, mass, by_length, share)
 
 
 @njit(allocates=False)
 def cell_of(coupled, expected, length):
     """Where outcomes are counted: by whether noise chose, the expected probability, and the match's length."""
-    distance = max(1.0 - expected, MIN_DISTANCE_FROM_ONE)
-    probability_bin = min(int(-BINS_PER_HALVING * np.log2(distance)), NUM_PROBABILITY_BINS - 1)
+    distance = max(1.0 - expected, constants.MIN_DISTANCE_FROM_ONE)
+    probability_bin = min(int(-constants.BINS_PER_HALVING * np.log2(distance)), constants.NUM_PROBABILITY_BINS - 1)
     length_bin = 0
-    for edge in LENGTH_EDGES:
+    for edge in constants.LENGTH_EDGES:
         length_bin += length > edge
-    return (coupled * NUM_PROBABILITY_BINS + probability_bin) * NUM_LENGTH_BINS + length_bin
+    return (coupled * constants.NUM_PROBABILITY_BINS + probability_bin) * constants.NUM_LENGTH_BINS + length_bin
 
 
 @njit(allocates=False)
 def rate(outcomes, expected):
     """Probability that a drafted token is accepted: the rate of its cell, whose prior is the expected probability."""
-    return (outcomes[1] + PRIOR * expected) / (outcomes[0] + PRIOR)
+    return (outcomes[1] + constants.PRIOR * expected) / (outcomes[0] + constants.PRIOR)
 
 
 @njit(allocates=False)
@@ -114,14 +87,14 @@ def weigh(store, document, count, positions, weights, sources):
     for i in range(count):
         theirs = store.pages[positions[i] >> PAGE_BITS, DOCUMENT]
         if theirs == document:
-            source = OWN
+            source = constants.OWN
         elif store.documents[theirs, PROBLEM] != problem:
-            source = SHARED
+            source = constants.SHARED
         elif store.documents[theirs, KIND] == ROLLOUT:
-            source = SIBLING
+            source = constants.SIBLING
         else:
-            source = PROMPT_TEXT
-        sources[i], weights[i] = source, SOURCE_WEIGHT[source]
+            source = constants.PROMPT_TEXT
+        sources[i], weights[i] = source, constants.SOURCE_WEIGHT[source]
 
 
 @njit(allocates=False)
@@ -165,8 +138,8 @@ def compare_states(store, settings, document, depth, count, positions, lengths, 
         return count
     kept = 0
     for i in range(count):
-        more = differing[i] - fewest if differing[i] >= 0 else UNKNOWN_DISAGREEMENT
-        if more <= MAX_DISAGREEMENT:
+        more = differing[i] - fewest if differing[i] >= 0 else constants.UNKNOWN_DISAGREEMENT
+        if more <= constants.MAX_DISAGREEMENT:
             positions[kept], lengths[kept], sources[kept] = positions[i], lengths[i], sources[i]
             weights[kept] = weights[i] * settings.by_disagreement[more]
             kept += 1
@@ -193,8 +166,8 @@ def blend(store, settings, count, positions, lengths, weights, by_length, share,
         share[length] = 0.0
         if by_length[length] > 0.0:
             total += by_length[length]
-            share[length] = left / (total + BLEND)
-            left *= BLEND / (total + BLEND)
+            share[length] = left / (total + constants.BLEND)
+            left *= constants.BLEND / (total + constants.BLEND)
             by_length[length] = 0.0
     for length in range(shortest + 1, longest + 1):
         share[length] += share[length - 1]
@@ -207,7 +180,7 @@ def blend(store, settings, count, positions, lengths, weights, by_length, share,
             for rank in range(TOP_TOKENS):
                 token, code = _remembered(store.features, position, rank)
                 probability = settings.probability[code]
-                if probability < MIN_REMEMBERED:
+                if probability < constants.MIN_REMEMBERED:
                     break
                 rest -= weight * probability
                 if token == said:
@@ -244,37 +217,29 @@ def _add(token, weight, num_found, found, mass):
 @njit(allocates=False)
 def blend_in(token, weight, num_found, found, mass):
     """Give `token` this much of the probability and the others the rest. Returns the number of tokens found."""
-    at = num_found
     for i in range(num_found):
         mass[i] *= 1.0 - weight
-        if found[i] == token:
-            at = i
-    if at == num_found:
-        found[at], mass[at] = token, 0.0
-        num_found += 1
-    mass[at] += weight
-    return num_found
+    return _add(token, weight, num_found, found, mass)
 
 
 @njit(allocates=False)
-def draw_noise(seed, position, num_found, found, mass, noise):
-    """Replace `mass` by its logarithm, and fill `noise`."""
+def add_noise(seed, position, num_found, found, mass):
+    """Replace `mass` by its logarithm and the target's noise."""
     for i in range(num_found):
-        mass[i] = np.log(mass[i])
-        noise[i] = gumbel_from_hash(hash_words(int(seed), int(position), int(found[i]), DOMAIN_TARGET))
+        noise = gumbel_from_hash(hash_words(int(seed), int(position), int(found[i]), DOMAIN_TARGET))
+        mass[i] = np.log(mass[i]) + noise
 
 
 @njit(allocates=False)
-def choose(num_found, mass, noise, coupled):
-    """(index of the best token, lead of its score over the next one's). A score is the mass, with noise if coupled."""
-    best, best_score, second_score = 0, -np.inf, -np.inf
+def choose(num_found, mass):
+    """(index of the largest, its lead over the next one)."""
+    best, largest, second = 0, -np.inf, -np.inf
     for i in range(num_found):
-        score = mass[i] + noise[i] if coupled else mass[i]
-        if score > best_score:
-            best, best_score, second_score = i, score, best_score
-        elif score > second_score:
-            second_score = score
-    return best, best_score - second_score
+        if mass[i] > largest:
+            best, largest, second = i, mass[i], largest
+        elif mass[i] > second:
+            second = mass[i]
+    return best, largest - second
 
 
 @njit(allocates=False)
@@ -296,7 +261,7 @@ def advance(store, token, count, positions, lengths, weights, sources):
 @njit(allocates=False)
 def count_outcome(cell, hit):
     """Count an outcome."""
-    if cell[0] >= MAX_TRIALS:
+    if cell[0] >= constants.MAX_TRIALS:
         cell[0] *= 0.5
         cell[1] *= 0.5
     cell[0] += 1.0
