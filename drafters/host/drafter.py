@@ -332,7 +332,7 @@ class HistoryDrafter:
         num_entries = num_tokens * ngram.TABLE_ENTRIES_PER_TOKEN
         if not self._settings.use_tree and index.buckets.size < num_entries:
             self._index = self._index._replace(buckets=ngram.new_buckets(num_entries))
-            ngram.rehash(store.arrays, self._index.buckets, index.buckets)
+            ngram.rehash(store.arrays, self._index.buckets, index.buckets, self._window)
 
     def propose_rows(self, rows: NDArray[np.int64], limits: NDArray[np.int64]) -> None:
         step.propose(self.table.reference, self._state_by_reference(), rows, limits, self._scratch)

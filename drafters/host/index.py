@@ -32,6 +32,8 @@ WINDOW = 8 * MAX_DEPTH
 """Tokens of a document that are looked at together while it is indexed."""
 LONG_MATCH = 4
 """Tokens of a match among the problem's own texts from which on other problems are not searched."""
+ALL_PROBLEMS, NONE = np.int64(-1), np.int64(-2)
+"""In place of a problem's number."""
 
 
 class Index(NamedTuple):
@@ -63,9 +65,9 @@ def _uses_shared(store, settings, document):
 def _index_position(store, index, settings, problem, use_shared, position, context, size):
     """Index a position as the continuation of its context."""
     if settings.use_tree:
-        for kind in range(2 if use_shared else 1):
-            tree, key = (index.shared, np.int64(-1)) if kind else (index.tree, problem)
-            suffix.insert(store, tree, key, position, context, size)
+        suffix.insert(store, index.tree, problem, position, context, size)
+        if use_shared:
+            suffix.insert(store, index.shared, ALL_PROBLEMS, position, context, size)
     else:
         for order in (ngram.SHORT_ORDER, ngram.LONG_ORDER):
             if size >= order:
@@ -138,9 +140,9 @@ def remove_document(history, document, text):
         for _ in range(store.documents[document, INDEXED]):
             previous = before(store.pages, position)
             if previous >= 0:
-                for kind in range(2 if use_shared else 1):
-                    tree, key = (index.shared, np.int64(-1)) if kind else (index.tree, problem)
-                    suffix.remove(store, tree, key, position, text)
+                suffix.remove(store, index.tree, problem, position, text)
+                if use_shared:
+                    suffix.remove(store, index.shared, ALL_PROBLEMS, position, text)
             position = previous
     clear_document(store, document)
 
@@ -148,16 +150,14 @@ def remove_document(history, document, text):
 @njit(allocates=False)
 def gather(store, index, settings, document, text, end, positions, lengths, path):
     """Fill `positions` and `lengths` with earlier continuations of text[:end]. Returns their number."""
-    problem, all_problems, no_problem = np.int64(store.documents[document, PROBLEM]), np.int64(-1), np.int64(-2)
-    use_shared = _uses_shared(store, settings, document)
-    count = np.int64(0)
+    problem, count = np.int64(store.documents[document, PROBLEM]), np.int64(0)
     if settings.use_tree and end > 0:
-        for kind in range(2 if use_shared else 1):
-            if kind == 1 and count > 0 and lengths[0] >= LONG_MATCH:
-                break
-            tree, key, excluded = (index.shared, all_problems, problem) if kind else (index.tree, problem, no_problem)
-            limit = MAX_OWN_CANDIDATES if use_shared and kind == 0 else MAX_CANDIDATES
-            count = suffix.gather(store, tree, key, excluded, text, end, count, limit, positions, lengths, path)
+        use_shared, most = _uses_shared(store, settings, document), np.int64(MAX_CANDIDATES)
+        limit = np.int64(MAX_OWN_CANDIDATES) if use_shared else most
+        count = suffix.gather(store, index.tree, problem, NONE, text, end, count, limit, positions, lengths, path)
+        if use_shared and (count == 0 or lengths[0] < LONG_MATCH):
+            found = text, end, count, most, positions, lengths, path
+            count = suffix.gather(store, index.shared, ALL_PROBLEMS, problem, *found)
     if not settings.use_tree:
         for order in (ngram.LONG_ORDER, ngram.SHORT_ORDER):
             count = ngram.gather(store, index.buckets, problem, text, end, order, positions, lengths, count)

@@ -60,17 +60,18 @@ def hash_context(problem, text, end, order):
 
 
 @njit(allocates=False)
-def _tag(mixed):
-    """The hash's part that an entry keeps, 0 to 62: 63 is an empty entry's."""
-    return np.uint32(min(mixed & np.uint64(63), np.uint64(62)))
+def place_of(buckets, problem, text, end, order):
+    """(bucket of a context, the hash's part that an entry keeps: 0 to 62, as 63 is an empty entry's)."""
+    mixed = hash_context(problem, text, end, order)
+    bucket = np.int64(mixed >> np.uint64(32)) & (buckets.shape[0] - 1)
+    return bucket, np.uint32(min(mixed & np.uint64(63), np.uint64(62)))
 
 
 @njit(allocates=False)
 def insert(buckets, problem, position, text, end, order):
     """Put a position in front of the bucket of its context; the oldest of a full bucket is forgotten. O(WAYS)."""
-    mixed = hash_context(problem, text, end, order)
-    bucket = buckets[np.int64(mixed >> np.uint64(32)) & (buckets.shape[0] - 1)]
-    tag = _tag(mixed)
+    place, tag = place_of(buckets, problem, text, end, order)
+    bucket = buckets[place]
     for way in range(WAYS - 1, 0, -1):
         bucket[way] = bucket[way - 1]
     bucket[0] = np.uint32((tag << np.uint32(POSITION_BITS)) | np.uint32(position))
@@ -87,9 +88,8 @@ def gather(store, buckets, problem, text, end, order, positions, lengths, count)
     if end < order:
         return count
     tokens, pages = store.tokens, store.pages
-    mixed = hash_context(problem, text, end, order)
-    bucket = buckets[np.int64(mixed >> np.uint64(32)) & (buckets.shape[0] - 1)]
-    tag = _tag(mixed)
+    place, tag = place_of(buckets, problem, text, end, order)
+    bucket = buckets[place]
     for way in range(WAYS):
         if bucket[way] >> np.uint32(POSITION_BITS) != tag or count == positions.size:
             continue
@@ -112,7 +112,12 @@ def gather(store, buckets, problem, text, end, order, positions, lengths, count)
 
 
 @njit(allocates=False)
-def _rehash(store, buckets, old, text):
+def rehash(store, buckets, old, text):
+    """Insert the entries of a smaller table again, oldest first.
+
+    Args:
+        text: int32, scratch for LONG_ORDER tokens.
+    """
     for bucket in range(old.shape[0]):
         for way in range(WAYS - 1, -1, -1):
             entry = old[bucket, way]
@@ -120,17 +125,8 @@ def _rehash(store, buckets, old, text):
             if entry == np.uint32(0xFFFFFFFF) or store.pages[position >> PAGE_BITS, DOCUMENT] < 0:
                 continue
             problem = problem_of(store, position)
-            size = read_back(store, before(store.pages, position), text, text.size)
-            context = text[text.size - size :]
+            size = read_back(store, before(store.pages, position), text, np.int64(LONG_ORDER))
+            context = text[LONG_ORDER - size : LONG_ORDER]
             for order in (SHORT_ORDER, LONG_ORDER):
-                if size < order:
-                    continue
-                mixed = hash_context(problem, context, size, order)
-                same_tag = _tag(mixed) == entry >> np.uint32(POSITION_BITS)
-                if same_tag and np.int64(mixed >> np.uint64(32)) & (old.shape[0] - 1) == bucket:
+                if size >= order and place_of(old, problem, context, size, order) == (bucket, entry >> POSITION_BITS):
                     insert(buckets, problem, position, context, size, order)
-
-
-def rehash(store, buckets, old):
-    """Insert the entries of a smaller table again, oldest first."""
-    _rehash(store, buckets, old, np.empty(LONG_ORDER, np.int32))

@@ -263,16 +263,14 @@ def gather(store, tree, problem, excluded_problem, text, end, first, limit, posi
             node = np.int64(stack[depth])
             length, sign = compare_context(tokens, pages, node, text, end, np.int64(path_known[i]))
             near, far = (1, 0) if sign < 0 else (0, 1)
-            if length >= path_length[i] or count < enough:
-                if excluded_problem < 0 or problem_of(store, node) != excluded_problem:
-                    positions[count], lengths[count] = node, length
-                    count += 1
-                if children[node, far] >= 0 and depth < stack.size:
-                    stack[depth] = children[node, far]
+            is_near = length >= path_length[i] or count < enough
+            if is_near and (excluded_problem < 0 or problem_of(store, node) != excluded_problem):
+                positions[count], lengths[count] = node, length
+                count += 1
+            for side in (far, near):
+                if (is_near or side == near) and children[node, side] >= 0 and depth < stack.size:
+                    stack[depth] = children[node, side]
                     depth += 1
-            if children[node, near] >= 0 and depth < stack.size:
-                stack[depth] = children[node, near]
-                depth += 1
     return count
 
 
