@@ -232,8 +232,7 @@ class HistoryDrafter:
             num_known = 0
         self.rollouts.begin_request(problem_id)
         problem = self._problem(problem_id, own_only=own_only)
-        prompt = self._prompt(problem, prompt_tokens, num_known) if prompt_tokens.size else None
-        document = self._new_rollout(problem, prompt)
+        prompt, document = self._new_rollout(problem, prompt_tokens, num_known)
         row = self.table.start(prompt_tokens.size, seed, document)
         self._live[req_id] = _Request(self._store, row, document, problem_id, prompt)
 
@@ -262,7 +261,9 @@ class HistoryDrafter:
             self._flush()
 
     def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
-        rows = self._batch(req_ids)
+        if isinstance(req_ids, str) or not isinstance(req_ids, Sequence):
+            raise TypeError(f"req_ids must be a list of strings, got {checks.shown(req_ids)}")
+        rows = np.array([self.row_of(req_id) for req_id in req_ids], np.int64)
         self._flush()
         self.propose_rows(rows, checks.integers("max_tokens", max_tokens, len(req_ids)))
         drafts = self.table.arrays.history
@@ -322,16 +323,15 @@ class HistoryDrafter:
     def _reserve_index(self, num_new: int, num_tokens: int) -> None:
         """Make room in the index for `num_new` tokens more, and for `num_tokens` in all."""
         index, store = self._index, self._store
+        num_entries = num_tokens * ngram.TABLE_ENTRIES_PER_TOKEN
         if self._settings.use_tree:
-            tree = suffix.reserve(store.arrays, index.tree, num_new, is_shared=False)
-            shared = index.shared
+            tree, shared = suffix.reserve(store.arrays, index.tree, num_new, is_shared=False), index.shared
             if self._settings.use_shared:
                 shared = suffix.reserve(store.arrays, shared, num_new, is_shared=True)
             if tree is not index.tree or shared is not index.shared:
                 self._index = index._replace(tree=tree, shared=shared)
-        num_entries = num_tokens * ngram.TABLE_ENTRIES_PER_TOKEN
-        if not self._settings.use_tree and index.buckets.size < num_entries:
-            self._index = self._index._replace(buckets=ngram.new_buckets(num_entries))
+        elif index.buckets.size < num_entries:
+            self._index = index._replace(buckets=ngram.new_buckets(num_entries))
             ngram.rehash(store.arrays, self._index.buckets, index.buckets, self._window)
 
     def propose_rows(self, rows: NDArray[np.int64], limits: NDArray[np.int64]) -> None:
@@ -410,12 +410,6 @@ class HistoryDrafter:
             raise ValueError(f"request {checks.shown(req_id)} is not live: start_request comes first")
         return live
 
-    def _batch(self, req_ids: Sequence[str]) -> NDArray[np.int64]:
-        """The requests' rows."""
-        if isinstance(req_ids, str) or not isinstance(req_ids, Sequence):
-            raise TypeError(f"req_ids must be a list of strings, got {checks.shown(req_ids)}")
-        return np.array([self._request(req_id).row for req_id in req_ids], np.int64)
-
     def _problem(self, problem_id: int, *, own_only: bool = False) -> int:
         """A problem's number. `own_only`: a new problem is private."""
         number = self._problems.get(problem_id)
@@ -439,10 +433,10 @@ class HistoryDrafter:
         prompt.users += 1
         return prompt
 
-    def _new_rollout(self, problem: int, prompt: _Prompt | None) -> int:
-        """A document for a rollout that follows a prompt."""
-        context = prompt.documents[-1] if prompt else -1
-        return self._store.new_document(problem, ROLLOUT, context=context)
+    def _new_rollout(self, problem: int, context: Int32Array, num_known: int) -> tuple[_Prompt | None, int]:
+        """The prompt of a rollout, if it has one, and a document for what follows."""
+        prompt = self._prompt(problem, context, num_known) if context.size else None
+        return prompt, self._store.new_document(problem, ROLLOUT, context=prompt.documents[-1] if prompt else -1)
 
     def _flush(self) -> None:
         """Index what the drafter was given so far, and drop the oldest rollouts until the bound holds."""
@@ -458,10 +452,7 @@ class HistoryDrafter:
         documents = []
         for rollout in rollouts:
             problem = self._problem(rollout.problem_id)
-            context, prompt = rollout.context, None
-            if context.size:
-                prompt = self._prompt(problem, context, context.size)
-            document = self._new_rollout(problem, prompt)
+            prompt, document = self._new_rollout(problem, rollout.context, rollout.context.size)
             self.rollouts.add(_Request(self._store, -1, document, rollout.problem_id, prompt), record=False)
             documents.append(document)
         known = None
@@ -496,20 +487,17 @@ class HistoryDrafter:
 
     def _remove(self, request: _Request) -> None:
         """Take a rollout out of the index, and its prompt if no other rollout has the same."""
-        self._remove_document(request.document)
-        prompt = request.prompt
+        prompt, documents = request.prompt, [request.document]
         if prompt is not None:
             prompt.users -= 1
             if prompt.users == 0:
-                for document in reversed(prompt.documents):
-                    self._remove_document(document)
+                documents += reversed(prompt.documents)
                 del self._prompts[prompt.key]
+        for document in documents:
+            remove_document(self._state(), document, self._window)
+            self._store.release(document)
         if not self.rollouts.knows(request.problem_id):
             del self._problems[request.problem_id]
-
-    def _remove_document(self, document: int) -> None:
-        remove_document(self._state(), document, self._window)
-        self._store.release(document)
 
 
 def _as_array(name: str, tokens: Tokens | Iterable[int]) -> Int32Array:
