@@ -100,11 +100,11 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     if name not in REGISTRY:
         _check_names(name, find_drafter(name), options)
         return
-    known = REGISTRY[name].options
+    names = REGISTRY[name].options
     for option, value in options.items():
-        if option not in known:
-            hint = checks.did_you_mean(option, known)
-            raise ValueError(f"drafter {name!r} does not take {option!r}: drafter_options are {', '.join(known)}{hint}")
+        if option not in names:
+            hint = checks.did_you_mean(option, names)
+            raise ValueError(f"drafter {name!r} does not take {option!r}: drafter_options are {', '.join(names)}{hint}")
         if option == "features":
             checks.switch(option, value)
         else:

@@ -76,5 +76,5 @@ class Archived:
 
     def read(self) -> Rollout:
         tokens, features = self.tokens.numpy(), self.features.numpy()
-        known = features[self.num_context :] if features.size else None
-        return Rollout(self.problem_id, tokens[: self.num_context], tokens[self.num_context :], known)
+        of_output = features[self.num_context :] if features.size else None
+        return Rollout(self.problem_id, tokens[: self.num_context], tokens[self.num_context :], of_output)

@@ -455,11 +455,11 @@ class HistoryDrafter:
             prompt, document = self._new_rollout(problem, rollout.context, rollout.context.size)
             self.rollouts.add(_Request(self._store, -1, document, rollout.problem_id, prompt), record=False)
             documents.append(document)
-        known = None
+        seen = None
         if self.wants_features and any(rollout.features is not None for rollout in rollouts):
-            known = np.concatenate([no_features(r.tokens.size) if r.features is None else r.features for r in rollouts])
+            seen = np.concatenate([no_features(r.tokens.size) if r.features is None else r.features for r in rollouts])
         starts = np.cumsum([0, *(rollout.tokens.size for rollout in rollouts)])
-        self._append(np.array(documents), np.concatenate([rollout.tokens for rollout in rollouts]), starts, known)
+        self._append(np.array(documents), np.concatenate([rollout.tokens for rollout in rollouts]), starts, seen)
         self._flush()
 
     def _append(

@@ -102,10 +102,10 @@ def gather(store, buckets, problem, text, end, order, positions, lengths, count)
         length, _ = compare_context(tokens, pages, position, text, end, np.int64(0))
         if length < order:
             continue
-        known = False
+        is_listed = False
         for i in range(count):
-            known |= positions[i] == position
-        if not known:
+            is_listed |= positions[i] == position
+        if not is_listed:
             positions[count], lengths[count] = position, length
             count += 1
     return count

@@ -198,8 +198,8 @@ def _learn(requests, history, options, sampled, window, limits):
             document = requests.document[row]
             for j in range(size):
                 position = append_token(history.store, document, tokens[first + j])
-                known = j >= num_earlier and sampled.features.shape[0] > 0
-                feature_row = sampled.starts[batch_row] + j - num_earlier if known else -1
+                is_known = j >= num_earlier and sampled.features.shape[0] > 0
+                feature_row = sampled.starts[batch_row] + j - num_earlier if is_known else -1
                 append_features(history.store, position, sampled.features, feature_row)
             if index_now:
                 index_document(history, np.int64(document), window)
@@ -230,21 +230,20 @@ def remember_rejected(requests, history, sampled, targets, text):
     store = history.store
     for i in range(sampled.rows.size):
         row, batch_row = sampled.rows[i], sampled.batch_rows[i]
-        start, accepted = sampled.starts[batch_row], sampled.num_accepted[batch_row]
-        drafts = requests.history
+        start, accepted, drafts = sampled.starts[batch_row], sampled.num_accepted[batch_row], requests.history
         num_targets = min(sampled.starts[batch_row + 1] - start, drafts.lengths[row] + 1)
         if num_targets <= accepted + 1:
             continue
         document = requests.document[row]
         problem = np.int64(store.documents[document, PROBLEM])
-        known = read_back(store, last_position(store, document), text, np.int64(LOOKAHEAD_ORDER))
-        context = text[LOOKAHEAD_ORDER - known :]
+        end = read_back(store, last_position(store, document), text, np.int64(LOOKAHEAD_ORDER))
+        context = text[LOOKAHEAD_ORDER - end :]
         for depth in range(drafts.lengths[row]):
-            context[known + depth] = drafts.tokens[row, depth]
+            context[end + depth] = drafts.tokens[row, depth]
         for depth in range(accepted + 1, num_targets):
             if targets[start + depth] < 0:
                 break  # nothing after a position without a sample is known
-            lookahead.insert(history.pool, problem, context, known + depth, targets[start + depth])
+            lookahead.insert(history.pool, problem, context, end + depth, targets[start + depth])
 
 
 @njit(allocates=False)
@@ -287,7 +286,7 @@ def _propose(requests, history, rows, limits, scratch):
     for i in range(rows.size):
         row = rows[i]
         document = requests.document[row]
-        known = requests.num_tokens[row]
+        last = requests.num_tokens[row] - 1
         coupled = 1 if requests.has_seed[row] else 0
         kept = read_back(store, last_position(store, document), scratch.text, np.int64(MAX_DEPTH))
         text = scratch.text[MAX_DEPTH - kept :]
@@ -318,7 +317,7 @@ def _propose(requests, history, rows, limits, scratch):
             elif num_found == 0:
                 break
             if coupled and num_found > 1:
-                voting.add_noise(requests.seed[row], np.int64(known - 1 + depth), num_found, found, mass)
+                voting.add_noise(requests.seed[row], np.int64(last + depth), num_found, found, mass)
                 best, lead = voting.choose(num_found, mass)
                 expected = (1.0 - left) / (1.0 + np.exp(-lead))
             else:

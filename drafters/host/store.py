@@ -162,14 +162,14 @@ def order_hash(token):
 
 
 @njit(allocates=False)
-def compare_context(tokens, pages, node, text, end, known):
+def compare_context(tokens, pages, node, text, end, agreeing):
     """Compare the context of `node` with text[:end], from the last token backwards.
 
-    `known` last tokens agree already. Returns (tokens that agree, sign): sign is -1 where the node's context comes
+    At least `agreeing` last tokens agree. Returns (tokens that agree, sign): sign is -1 where the node's context comes
     first, 1 where it comes last, 0 where they agree over MAX_DEPTH tokens or over all there are.
     """
-    length = known
-    position = step_back(pages, node, known + 1)
+    length = agreeing
+    position = step_back(pages, node, agreeing + 1)
     limit = min(end, MAX_DEPTH)
     while length < limit and position >= 0:
         here = min(limit - length, (position & PAGE_MASK) + 1)  # tokens to compare on this page

@@ -62,7 +62,7 @@ class Path(NamedTuple):
     nodes: Int32Array  # [MAX_WALK]
     lengths: Int32Array  # [MAX_WALK] how far they match
     away: Int32Array  # [MAX_WALK] the child on the side that the walk did not take
-    known: Int32Array  # [MAX_WALK] how far everything below that child matches at least
+    below: Int32Array  # [MAX_WALK] how far everything below that child matches at least
     stack: Int32Array  # [MAX_WALK]
 
 
@@ -225,7 +225,7 @@ def gather(store, tree, problem, excluded_problem, text, end, first, limit, posi
     """
     tokens, pages, children = store.tokens, store.pages, tree.children
     node = np.int64(tree.roots[_find_root(store, tree.roots, problem, text[end - 1])])
-    path_node, path_length, path_away, path_known = path.nodes, path.lengths, path.away, path.known
+    path_node, path_length, path_away, path_below = path.nodes, path.lengths, path.away, path.below
     steps = 0
     smaller_length, larger_length = 1, 1
     while node >= 0 and steps < MAX_WALK:
@@ -233,16 +233,16 @@ def gather(store, tree, problem, excluded_problem, text, end, first, limit, posi
         i = steps  # kept in order of falling length, newer ones first among equals
         while i > 0 and path_length[i - 1] < length:
             path_node[i], path_length[i] = path_node[i - 1], path_length[i - 1]
-            path_away[i], path_known[i] = path_away[i - 1], path_known[i - 1]
+            path_away[i], path_below[i] = path_away[i - 1], path_below[i - 1]
             i -= 1
         path_node[i], path_length[i] = node, length
         steps += 1
         if sign <= 0:
-            path_away[i], path_known[i] = children[node, 0], smaller_length
+            path_away[i], path_below[i] = children[node, 0], smaller_length
             smaller_length = length
             node = np.int64(children[node, 1])
         else:
-            path_away[i], path_known[i] = children[node, 1], larger_length
+            path_away[i], path_below[i] = children[node, 1], larger_length
             larger_length = length
             node = np.int64(children[node, 0])
     stack = path.stack
@@ -261,7 +261,7 @@ def gather(store, tree, problem, excluded_problem, text, end, first, limit, posi
             depth -= 1
             visits += 1
             node = np.int64(stack[depth])
-            length, sign = compare_context(tokens, pages, node, text, end, np.int64(path_known[i]))
+            length, sign = compare_context(tokens, pages, node, text, end, np.int64(path_below[i]))
             near, far = (1, 0) if sign < 0 else (0, 1)
             is_near = length >= path_length[i] or count < enough
             if is_near and (excluded_problem < 0 or problem_of(store, node) != excluded_problem):

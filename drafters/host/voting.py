@@ -109,12 +109,12 @@ def _count_bits(word):
 @njit(allocates=False)
 def _num_differing(features, a, b):
     """Bits in which the signatures at two positions differ, -1 where either is not known."""
-    known_a, known_b, differing = np.int64(0), np.int64(0), np.int64(0)
+    set_a, set_b, differing = np.int64(0), np.int64(0), np.int64(0)
     for word in range(SIGNATURE_WORDS):
-        known_a |= features[a, word]
-        known_b |= features[b, word]
+        set_a |= features[a, word]
+        set_b |= features[b, word]
         differing += _count_bits(np.uint64(features[a, word] ^ features[b, word]))
-    return differing if known_a != 0 and known_b != 0 else np.int64(-1)
+    return differing if set_a != 0 and set_b != 0 else np.int64(-1)
 
 
 @njit(allocates=False)

@@ -148,7 +148,7 @@ def test_what_is_learned_from_a_step(kind, some, steps, seed, is_late):
         learned = drafting.learn(outcome)
         assert learned.num_verified == outcome.num_verified[outcome.batch_rows].sum()
         assert learned.num_sampled == outcome.num_accepted[outcome.batch_rows].sum() + len(now)
-        room, num_emitted = [0] * len(now), 0
+        limits, num_emitted = [0] * len(now), 0
         for i, (request, batch_row) in enumerate(zip(now, outcome.batch_rows, strict=True)):
             request.num_seen, num_known = len(request.output), request.kept
             request.kept, is_complete = plain.end(request)
@@ -163,13 +163,13 @@ def test_what_is_learned_from_a_step(kind, some, steps, seed, is_late):
             to_come = request.max_tokens - request.kept
             if not is_complete and to_come > 1:
                 left = MAX_MODEL_LEN - len(request.prompt) - request.kept - 1
-                room[i] = max(min(K, to_come - 1, left), 0)
+                limits[i] = max(min(K, to_come - 1, left), 0)
             assert table.arrays.num_tokens[request.row] == len(request.prompt) + request.kept
             assert table.arrays.is_complete[request.row] == is_complete
             assert table.arrays.num_offered[request.row] == 0
             if kind == "history" and said:
                 assert table.arrays.history.lengths[request.row] == 0
-        assert learned.limits.tolist() == room
+        assert learned.limits.tolist() == limits
         assert learned.num_live == sum(not plain.end(request)[1] for request in now)
         assert learned.num_emitted == num_emitted
         if kind == "history":
@@ -193,9 +193,9 @@ def test_of_an_unlikely_draft_and_a_likely_one_after_it_the_likely_one_is_verifi
     table, tokens, lengths = RequestTable(2), np.empty((2, 2), np.int32), np.empty(2, np.int64)
     rows = np.array([table.start(1), table.start(1)])
     table.arrays.history.confidence[rows], table.arrays.history.lengths[rows] = [[0.1, 0.9], [0.9, 0.8]], 2
-    room, chosen, vocab_size, trust = np.full(2, 2), np.arange(2), 9, 1.0
+    limits, chosen, vocab_size, trust = np.full(2, 2), np.arange(2), 9, 1.0
     value, cost = 1.0, np.arange(5) / 2
-    are_valid, gain = decide(table.reference, rows, room, chosen, vocab_size, trust, value, cost, tokens, lengths)
+    are_valid, gain = decide(table.reference, rows, limits, chosen, vocab_size, trust, value, cost, tokens, lengths)
     assert (are_valid, lengths.tolist()) == (True, [0, 2])
     assert gain == pytest.approx(0.9 + 0.8 - 1, abs=0.01)
 
