@@ -163,43 +163,37 @@ class DeviceChoice:
         """
         tokens, probabilities = model
         batch, num_model = slots.shape[0], tokens.shape[1]
-        last_len, last, cells = self._last
         _grade_kernel[(batch,)](
             slots,
             num_sampled,
             all_token_ids,
             all_token_ids.stride(0),
             total_len,
-            last_len,
-            last,
-            cells,
+            *self._last,
             self.counts,
             M=self._m,
             WIDTH=next_power_of_2(self._m),
             num_warps=1,
         )
-        drafts = torch.empty(batch, self._k, dtype=torch.int64, device=slots.device)
-        rates = torch.empty(batch, self._k, dtype=torch.float32, device=slots.device)
-        is_model = torch.empty(batch, dtype=torch.int32, device=slots.device)
+        chosen = (
+            torch.empty(batch, self._k, dtype=torch.int64, device=slots.device),
+            torch.empty(batch, self._k, dtype=torch.float32, device=slots.device),
+            torch.empty(batch, dtype=torch.int32, device=slots.device),
+        )
         _choose_kernel[(batch,)](
             slots,
             num_sampled,
             total_len,
             temperature,
-            history[0],
-            history[1],
+            *history,
             tokens if num_model else history[0],  # is read then, too, but nothing follows from it
             tokens.stride(0),
             probabilities,
             probabilities.stride(0),
             num_model,
             self.counts,
-            last_len,
-            last,
-            cells,
-            drafts,
-            rates,
-            is_model,
+            *self._last,
+            *chosen,
             K=self._k,
             M=self._m,
             WIDTH=next_power_of_2(self._k),
@@ -208,7 +202,7 @@ class DeviceChoice:
         self._num_steps += 1
         if self._num_steps % STEPS_PER_HALVING == 0:
             kernels.halve_full(self.counts)
-        return drafts, rates, is_model
+        return chosen
 
     def model_counts(self) -> tuple[int, int]:
         """(drafted tokens of the model that were reached, those that were right), older ones discounted.

@@ -118,6 +118,7 @@ class HistoryDrafter:
             rollouts go first; live requests stay.
 
     Attributes:
+        max_history_tokens: Most tokens that are kept.
         wants_features: Whether features that are given with tokens are of use.
         wants_rejected_targets: Whether the target's tokens after the first difference are of use.
         table: The live requests' rows.
@@ -157,6 +158,7 @@ class HistoryDrafter:
         self._max_draft_tokens = max_draft_tokens
         # A tenth of all pages is left to live requests, however large the bound.
         self._max_history_pages = min(max_history_tokens / PAGE_TOKENS, 0.9 * MAX_PAGES)
+        self.max_history_tokens = 0 if own_only else int(self._max_history_pages * PAGE_TOKENS)
         self._store = TextStore()
         self._settings = DrafterSettings(
             use_tree=index == "suffix",
@@ -186,11 +188,6 @@ class HistoryDrafter:
         self._unindexed: list[NDArray[np.int64]] = []  # documents whose last tokens are not indexed yet
         self._num_unindexed = 0
         self._max_pending = min(MAX_PENDING, max_history_tokens // 16)
-
-    @property
-    def max_history_tokens(self) -> int:
-        """Most tokens that are kept."""
-        return 0 if self._own_only else int(self._max_history_pages * PAGE_TOKENS)
 
     # -- the protocol ------------------------------------------------------------------------------------------------
 

@@ -231,12 +231,9 @@ class TextStore:
             size = len(self.arrays.documents)
             self.arrays = self.arrays._replace(documents=_grown(self.arrays.documents, 2 * size, -1))
             self._free_documents = list(range(2 * size - 1, size - 1, -1))
-        document, arrays = self._free_documents.pop(), self.arrays
-        arrays.documents[document, PROBLEM] = problem
-        arrays.documents[document, KIND] = kind
-        arrays.documents[document, FIRST] = -1
-        arrays.documents[document, LAST] = arrays.documents[context, LAST] if context >= 0 else -1
-        arrays.documents[document, LENGTH] = arrays.documents[document, INDEXED] = 0
+        document, documents = self._free_documents.pop(), self.arrays.documents
+        last = documents[context, LAST] if context >= 0 else -1
+        documents[document] = problem, kind, -1, last, 0, 0  # see PROBLEM
         return document
 
     def reserve(self, num_pages: int) -> None:
