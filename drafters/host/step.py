@@ -355,37 +355,27 @@ def decide(requests, rows, limits, chosen, vocab_size, trust, value, cost, token
     """
     survival = np.empty(rows.size * token_ids.shape[1])  # each token's probability to be reached and accepted
     starts, taken = np.empty(rows.size + 1, np.int64), np.empty(rows.size, np.int64)
-    bins = np.empty((2, NUM_BINS))
-    return _decide(
-        requests.values, rows, limits, chosen, vocab_size, trust, value, cost, bins, survival, starts, taken, token_ids,
-        lengths,
-    )  # fmt: skip
-
-
-@njit(allocates=False)
-def _decide(
-    requests, rows, limits, chosen, vocab_size, trust, value, cost, bins, survival, starts, taken, token_ids, lengths
-):
-    at = 0
+    table, at = requests.values, 0
+    drafts, confidence = table.history, table.confidence
     for i in range(rows.size):
         row, out = rows[i], token_ids[chosen[i]]
-        drafts, length = requests.history, requests.history.lengths[row]
+        length = drafts.lengths[row]
         if not 0 <= length <= min(limits[i], out.size, drafts.tokens.shape[1]):
             return False, 0.0
         starts[i], least = at, 1.0
         for j in range(length):
             out[j] = drafts.tokens[row, j]
-            requests.confidence[row, j] = drafts.confidence[row, j]
-            if not (0 <= out[j] < vocab_size and 0.0 <= requests.confidence[row, j] <= 1.0):  # NaN fails, too
+            confidence[row, j] = drafts.confidence[row, j]
+            if not (0 <= out[j] < vocab_size and 0.0 <= confidence[row, j] <= 1.0):  # NaN fails, too
                 return False, 0.0
-            least = min(least, requests.confidence[row, j])  # a user's drafter may say more of a later token
+            least = min(least, confidence[row, j])  # a user's drafter may say more of a later token
             survival[at] = min(trust * least, 1.0)
             at += 1
-        requests.num_offered[row] = lengths[chosen[i]] = length
+        table.num_offered[row] = lengths[chosen[i]] = length
     starts[rows.size] = at
     if cost.size == 0:
         return True, 0.0
-    gain = allocate(survival[:at], starts, value, cost[: at + 1], bins, taken)
+    gain = allocate(survival[:at], starts, value, cost[: at + 1], np.empty((2, NUM_BINS)), taken)
     for i in range(rows.size):
         lengths[chosen[i]] = taken[i]
     return True, gain
