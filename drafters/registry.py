@@ -48,10 +48,6 @@ DRAFTERS = tuple(name for name, entry in REGISTRY.items() if not entry.on_device
 """The built-in drafters on the host."""
 REMOVED_OPTIONS = {"num_threads": "the drafter on the host runs in one thread: leave it out"}
 """Options of 0.3.0 that are gone, and what to do; their errors can go with 0.5.0."""
-MAX_RESIDENT_TOKENS = 4_000_000
-"""Ended rollouts' tokens that the device drafter keeps on the device, unless it is told otherwise."""
-MAX_INDEX_BYTES = 1 << 26
-"""Most bytes of its index of all problems' texts."""
 
 
 def runs_on_device(name: str) -> bool:

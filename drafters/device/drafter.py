@@ -41,13 +41,16 @@ from rollout_spec.drafters.base import Tokens
 from rollout_spec.drafters.device import kernels
 from rollout_spec.drafters.device.archive import Archived, Ranges
 from rollout_spec.drafters.host.constants import CELLS, MAX_DEPTH, SOURCES
-from rollout_spec.drafters.registry import MAX_INDEX_BYTES, MAX_RESIDENT_TOKENS
 from rollout_spec.features import FEATURE_WORDS, Features, no_features
 from rollout_spec.history.problems import problem_of_prompt
 from rollout_spec.history.store import Rollout, RolloutStore, check_rollouts
 from rollout_spec.launches import freeze_constants
 from rollout_spec.transfers import copy_to_host, runs_later, upload
 
+MAX_RESIDENT_TOKENS = 4_000_000
+"""Ended rollouts' tokens that are kept on the device, unless it is told otherwise."""
+MAX_INDEX_BYTES = 1 << 26
+"""Most bytes of the index of all problems' texts."""
 MAX_MEMBERS = 255
 """Most documents of one problem that are scanned, newest first; ended ones are the first to be left out."""
 TOKENS_PER_DOCUMENT, TOKENS_PER_PROBLEM = 16, 256

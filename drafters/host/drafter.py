@@ -163,7 +163,6 @@ class HistoryDrafter:
         self._settings = DrafterSettings(
             use_tree=index == "suffix",
             use_shared=shared,
-            use_lookahead=lookahead,
             min_survival=min_survival,
             by_disagreement=np.exp(-constants.SIMILARITY * np.arange(SIGNATURE_BITS + 1)).astype(np.float32),
             probability=decoded_probabilities(),

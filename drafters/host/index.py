@@ -49,7 +49,6 @@ class DrafterSettings(NamedTuple):
 
     use_tree: bool  # suffix trees, or else the n-gram table
     use_shared: bool
-    use_lookahead: bool
     min_survival: float
     by_disagreement: Float32Array  # [SIGNATURE_BITS + 1] weight by differing bits more than in the most similar state
     probability: Float32Array  # [MAX_CODE + 1] see `features.decoded_probabilities`
@@ -76,20 +75,20 @@ def _index_position(store, index, settings, problem, use_shared, position, conte
 
 @njit(allocates=False)
 def append_features(store, position, features, row):
-    """Keep what the target saw at a token, features[row]; row -1: it is not known."""
+    """Keep what the target saw at a token, features[row]; row -1, or no features: it is not known."""
+    is_known = row >= 0 and features.shape[0] > 0
     if store.features.shape[0] > 0:
         for word in range(store.features.shape[1]):
-            store.features[position, word] = features[row, word] if row >= 0 else 0
+            store.features[position, word] = features[row, word] if is_known else 0
 
 
 @njit(allocates=False)
 def append_batch(history, documents, tokens, starts, features):
     """Append tokens[starts[i] : starts[i + 1]] to documents[i], with their features, or none of them."""
-    is_known = features.shape[0] > 0
     for i in range(documents.size):
         for at in range(starts[i], starts[i + 1]):
             position = append_token(history.store, documents[i], tokens[at])
-            append_features(history.store, position, features, at if is_known else -1)
+            append_features(history.store, position, features, at)
 
 
 @njit(allocates=False)

@@ -141,14 +141,14 @@ def _has_room(history, num_tokens, num_pieces, index_now):
     """Whether `num_tokens` more in `num_pieces` pieces can be stored, and indexed at once if asked."""
     store, index, settings = history.store, history.lookup, history.settings
     # A piece takes at most one page more than its tokens fill.
-    has_room = store.counts[NUM_FREE_PAGES] >= num_tokens // PAGE_TOKENS + num_pieces
-    if index_now and settings.use_tree:
-        has_room &= suffix.has_room(store, index.tree, num_tokens)
-        if settings.use_shared:
-            has_room &= suffix.has_room(store, index.shared, num_tokens)
-    if index_now and not settings.use_tree:
-        has_room &= ngram.has_room(index.buckets, store.counts[NUM_TOKENS] + num_tokens)
-    return has_room
+    if store.counts[NUM_FREE_PAGES] < num_tokens // PAGE_TOKENS + num_pieces:
+        return False
+    if not index_now:
+        return True
+    if not settings.use_tree:
+        return ngram.has_room(index.buckets, store.counts[NUM_TOKENS] + num_tokens)
+    has_shared = not settings.use_shared or suffix.has_room(store, index.shared, num_tokens)
+    return has_shared and suffix.has_room(store, index.tree, num_tokens)
 
 
 @njit
@@ -198,8 +198,7 @@ def _learn(requests, history, options, sampled, window, limits):
             document = requests.document[row]
             for j in range(size):
                 position = append_token(history.store, document, tokens[first + j])
-                is_known = j >= num_earlier and sampled.features.shape[0] > 0
-                feature_row = sampled.starts[batch_row] + j - num_earlier if is_known else -1
+                feature_row = sampled.starts[batch_row] + j - num_earlier if j >= num_earlier else -1
                 append_features(history.store, position, sampled.features, feature_row)
             if index_now:
                 index_document(history, np.int64(document), window)
@@ -307,9 +306,7 @@ def _propose(requests, history, rows, limits, scratch):
             num_found, longest, left = voting.blend(
                 store, settings, count, positions, lengths, weights, scratch.by_length, scratch.share, found, mass
             )
-            guess = -1
-            if settings.use_lookahead:
-                guess = lookahead.find(history.pool, np.int64(store.documents[document, PROBLEM]), text, end)
+            guess = lookahead.find(history.pool, np.int64(store.documents[document, PROBLEM]), text, end)
             if guess >= 0:
                 num_found = voting.blend_in(guess, LOOKAHEAD_WEIGHT, num_found, found, mass)
                 left *= 1.0 - LOOKAHEAD_WEIGHT

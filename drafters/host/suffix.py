@@ -254,9 +254,7 @@ def gather(store, tree, problem, excluded_problem, text, end, first, limit, posi
             positions[count], lengths[count] = path_node[i], path_length[i]
             count += 1
         # Once there are enough candidates, only those are added that match as far as this one.
-        depth = 0
-        if path_away[i] >= 0:
-            stack[0], depth = path_away[i], 1
+        stack[0], depth = path_away[i], 1 if path_away[i] >= 0 else 0
         while depth > 0 and count < limit and visits < MAX_VISITS:
             depth -= 1
             visits += 1
@@ -277,11 +275,10 @@ def gather(store, tree, problem, excluded_problem, text, end, first, limit, posi
 def check_integrity(store: TextArrays, tree: Tree, *, is_shared: bool) -> None:
     """Check that every position is in its tree, once, and in order. O(size); raises AssertionError."""
     reached: set[int] = set()
-    used = 0
-    for entry, root in enumerate(tree.roots.tolist()):
-        if root in (EMPTY, REMOVED):
-            continue
-        used += 1
+    entries = np.flatnonzero(tree.roots >= 0).tolist()
+    assert len(entries) == tree.counts[0], "number of roots"
+    for entry in entries:
+        root = int(tree.roots[entry])
         problem = -1 if is_shared else problem_of(store, root)
         token = store.tokens[before(store.pages, root)]
         assert _find_root(store, tree.roots, problem, token) == entry, "a root is not found"
@@ -304,7 +301,6 @@ def check_integrity(store: TextArrays, tree: Tree, *, is_shared: bool) -> None:
             assert sign < 0 or (sign == 0 and order_hash(a) < order_hash(b)), f"positions {a} and {b} are out of order"
         assert not reached.intersection(order), "a position is in two trees"
         reached.update(order)
-    assert used == tree.counts[0], "number of roots"
     expected = set()
     for document in np.flatnonzero(store.documents[:, PROBLEM] >= 0).tolist():
         if is_shared and is_private(int(store.documents[document, PROBLEM])):

@@ -59,8 +59,7 @@ def new_scratch(max_tokens):
     positions, lengths, sources, differing = np.empty((4, MAX_CANDIDATES), np.int32)
     found, mass = np.empty(MAX_FOUND, np.int32), np.empty(MAX_FOUND)
     by_length, share = np.zeros((2, MAX_DEPTH + 1))
-    path = new_path()
-    return Scratch(text, path, positions, lengths, weights, sources, differing, found, mass, by_length, share)
+    return Scratch(text, new_path(), positions, lengths, weights, sources, differing, found, mass, by_length, share)
 
 
 @njit(allocates=False)
@@ -265,5 +264,4 @@ def count_outcome(cell, hit):
         cell[0] *= 0.5
         cell[1] *= 0.5
     cell[0] += 1.0
-    if hit:
-        cell[1] += 1.0
+    cell[1] += hit
