@@ -102,10 +102,7 @@ def gather(store, buckets, problem, text, end, order, positions, lengths, count)
         length, _ = compare_context(tokens, pages, position, text, end, np.int64(0))
         if length < order:
             continue
-        is_listed = False
-        for i in range(count):
-            is_listed |= positions[i] == position
-        if not is_listed:
+        if position not in positions[:count]:
             positions[count], lengths[count] = position, length
             count += 1
     return count

@@ -150,8 +150,6 @@ def clear_document(store, document):
             page = following
     store.counts[NUM_TOKENS] -= store.documents[document, LENGTH]
     store.documents[document, LENGTH] = 0
-    store.documents[document, FIRST] = -1
-    store.documents[document, LAST] = -1
     store.documents[document, PROBLEM] = -1
 
 
