@@ -60,7 +60,7 @@ class NoDrafter:
         pass
 
 
-class FiveMethods(NoDrafter):
+class FourMethods(NoDrafter):
     """Has those that it needs, and no others: drafts the last token again."""
 
     def __init__(self) -> None:
@@ -155,17 +155,6 @@ class SameToken(Adversary):
 
     def propose(self, req_ids, max_tokens):
         lengths = np.maximum(max_tokens, 0)
-        return [Draft(np.full(n, 5, np.int32), np.ones(n, np.float32)) for n in lengths]
-
-
-class Uneven(Adversary):
-    """Drafts 0, 1, 2, … tokens for the requests of a step, and nothing in every second step."""
-
-    calls = 0
-
-    def propose(self, req_ids, max_tokens):
-        self.calls += 1
-        lengths = [min(i, int(limit)) if self.calls % 2 else 0 for i, limit in enumerate(max_tokens)]
         return [Draft(np.full(n, 5, np.int32), np.ones(n, np.float32)) for n in lengths]
 
 

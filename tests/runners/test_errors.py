@@ -40,7 +40,7 @@ OF_V2 = [
     (unchecked(drafter_options={"max_history_tokens": 9}), "'device' does not take 'max_history_tokens'"),
     (unchecked(drafter_options={"max_resident_tokens": 0}), "max_resident_tokens must be at least 1"),
     (engine_kwargs(drafter="ngram"), f"drafter='ngram' {ON_HOST}"),
-    (engine_kwargs(drafter="tests.adversaries.FiveMethods"), f"drafter='tests.adversaries.FiveMethods' {ON_HOST}"),
+    (engine_kwargs(drafter="tests.adversaries.FourMethods"), f"drafter='tests.adversaries.FourMethods' {ON_HOST}"),
     ({**OPTIONS, "use_fp64_gumbel": True}, "use_fp64_gumbel"),  # V1 has its noise from elsewhere
 ]
 ERRORS = [
@@ -93,8 +93,8 @@ def test_scores_of_chosen_tokens_are_refused(tiny_model, options):
 
 
 @pytest.mark.skipif(IS_V2, reason="a drafter on the host")
-def test_five_methods_are_enough_for_a_drafter(tiny_model, off):
-    llm = build(tiny_model, **verify_all(num_speculative_tokens=4, drafter="tests.adversaries.FiveMethods"))
+def test_four_methods_are_enough_for_a_drafter(tiny_model, off):
+    llm = build(tiny_model, **verify_all(num_speculative_tokens=4, drafter="tests.adversaries.FourMethods"))
     params = mixed_params(6, 5, max_tokens=20)
     assert [o.token_ids for o in generate(llm, params)] == [o.token_ids for o in generate(off, params)]
     stats = stats_of(llm)

@@ -15,7 +15,7 @@ from rollout_spec.drafters.host.step import NO_FEATURES, Sampled, decide
 from rollout_spec.drafters.host.store import PAGE_TOKENS
 from rollout_spec.drafting import Drafting
 from rollout_spec.features import FEATURE_WORDS, no_features
-from tests.adversaries import FiveMethods
+from tests.adversaries import FourMethods
 from tests.drafters.recorder import SENTINEL, examples, sampled
 
 K = 3
@@ -39,7 +39,7 @@ MOVE = st.fixed_dictionaries(
 )
 
 
-class Lone(FiveMethods):
+class Lone(FourMethods):
     """A drafter that knows requests one by one, and keeps what it is given."""
 
     def __init__(self):

@@ -16,7 +16,7 @@ from rollout_spec.features import no_features
 from rollout_spec.history.problems import Problems, problem_of_prompt
 from rollout_spec.integrations.vllm.session import STEPS_PER_SHARING, HostSession, Session
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Draft
-from tests.adversaries import FiveMethods
+from tests.adversaries import FourMethods
 from tests.history.made_up import rollouts_in
 
 
@@ -48,11 +48,11 @@ def a_request(prompt=(1, 2, 3)):
     )
 
 
-def a_session(share_from_first_rank=None, *, max_step_tokens=64, max_model_len=500, index_late=False, **options):
+def a_session(share_from_first_rank=None, *, index_late=False, **options):
     config = RolloutSpecConfig(**{"num_speculative_tokens": 4, "drafter": "suffix", **options})
     engine = SimpleNamespace(
         model_config=SimpleNamespace(
-            max_model_len=max_model_len,
+            max_model_len=500,
             get_vocab_size=lambda: 50,
             get_hidden_size=lambda: 8,
             hf_text_config=SimpleNamespace(model_type="llama"),
@@ -60,7 +60,7 @@ def a_session(share_from_first_rank=None, *, max_step_tokens=64, max_model_len=5
             skip_tokenizer_init=True,
         ),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        scheduler_config=SimpleNamespace(max_num_scheduled_tokens=None, max_num_batched_tokens=max_step_tokens),
+        scheduler_config=SimpleNamespace(max_num_scheduled_tokens=None, max_num_batched_tokens=64),
         compilation_config=SimpleNamespace(cudagraph_mode=None),
     )
     return HostSession(config, engine, share_from_first_rank, index_late=index_late)
@@ -77,7 +77,7 @@ def advance(session, tokens, outcomes=None, *, ended=(), step_tokens=None, reque
     """One step in which each request of `tokens` says its own. Returns what is to be verified.
 
     The batch begins with a chunk of a prompt, of which the session is not to see anything. With features every row's
-    first word is its target token, and its second one is 1.
+    words are 1.
     """
     session.finish_requests(ended, ())
     requests = requests or {req_id: a_request((7, len(req_id))) for req_id in tokens}
@@ -98,9 +98,6 @@ def advance(session, tokens, outcomes=None, *, ended=(), step_tokens=None, reque
     targets = np.full(starts[-1], PLACEHOLDER_TOKEN_ID)
     for start, outcome in zip(starts[1:], outcomes, strict=False):
         targets[start : start + len(outcome.target_token_ids)] = outcome.target_token_ids
-    features = no_features(targets.size) if has_features else NO_FEATURES
-    if has_features:
-        features[:, 0], features[:, 1] = targets, 1
     first = np.array([0, *num_seen])
     sampled = Sampled(
         rows=followed[is_followed],
@@ -111,7 +108,7 @@ def advance(session, tokens, outcomes=None, *, ended=(), step_tokens=None, reque
         num_verified=verified,
         num_accepted=np.array([0, *(outcome.num_accepted for outcome in outcomes)]),
         starts=starts,
-        features=features,
+        features=np.ones_like(no_features(targets.size)) if has_features else NO_FEATURES,
     )
     drafts = session.draft(
         sampled,
@@ -123,27 +120,6 @@ def advance(session, tokens, outcomes=None, *, ended=(), step_tokens=None, reque
     return {req_id: draft[:length] for req_id, draft, length in listed}
 
 
-def requests_of(session):
-    """The live requests' arrays."""
-    return session.drafter.table.arrays
-
-
-def known(session, req_id):
-    """(tokens that the drafter has seen, whether the request is complete)."""
-    row = session.live[req_id].row
-    return int(requests_of(session).num_tokens[row]), bool(requests_of(session).is_complete[row])
-
-
-def run(session, steps, request, **options):
-    """A request that always says 1 2 3 1 2 3, in steps of one token: nothing that was drafted is accepted."""
-    drafted = []
-    for n in range(steps):
-        last = {"a": len(drafted[-1])} if drafted else {}
-        drafts = advance(session, {"a": [1 + n % 3]}, last, requests={"a": request}, **options)
-        drafted.append(drafts.get("a", []))
-    return drafted
-
-
 def test_steps_are_timed_and_ranks_share_what_they_took():
     asked = []
 
@@ -152,7 +128,10 @@ def test_steps_are_timed_and_ranks_share_what_they_took():
         return [(1.25, 0.25)] * len(times)
 
     session = a_session(share)
-    run(session, 3 * STEPS_PER_SHARING + 2, a_request())
+    drafts = {}
+    for n in range(3 * STEPS_PER_SHARING + 2):  # nothing that was drafted is accepted
+        last = {req_id: len(draft) for req_id, draft in drafts.items()}
+        drafts = advance(session, {"a": [1 + n % 3]}, last, requests={"a": a_request()})
     sizes = [len(times) for times in asked]
     assert sizes[0] == 1, "what is measured for the first time is shared at once"
     assert 1 < max(sizes) <= STEPS_PER_SHARING
@@ -275,7 +254,7 @@ def test_drafts_leave_room_in_the_step():
     assert max(longest) == 1
 
 
-class Listener(FiveMethods):
+class Listener(FourMethods):
     """A drafter that keeps what it is told, and drafts as many sevens as it may."""
 
     def __init__(self):
@@ -422,11 +401,6 @@ def with_folder(folder, **options):
     return session
 
 
-def said_in(folder):
-    """The tokens of each rollout in a folder that sessions have closed."""
-    return sorted(rollout.tokens.tolist() for rollout in rollouts_in(folder))
-
-
 @pytest.mark.parametrize("has_folder", [False, True])
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_an_id_that_comes_again_is_another_request(tmp_path, has_folder, goes_on):
@@ -437,7 +411,9 @@ def test_an_id_that_comes_again_is_another_request(tmp_path, has_folder, goes_on
     advance(session, {"a": [3, 9]}, requests={"a": first})
     assert has_folder != ("a" in session.live)
     advance(session, {"a": [5]}, ended="" if goes_on or has_folder else "a", requests={"a": second})
-    assert known(session, "a") == (len(second.prompt_token_ids) + 1, False)
+    requests, row = session.drafter.table.arrays, session.live["a"].row
+    assert requests.num_tokens[row] == len(second.prompt_token_ids) + 1
+    assert not requests.is_complete[row]
     session.drafter.check_integrity()
 
 
@@ -453,7 +429,7 @@ def test_prompts_of_embeddings_keep_no_complete_batch_waiting(tmp_path, names):
     advance(session, tokens, requests=requests)
     assert session.drafter.history_summary()["rollouts"] == 1
     session.close()
-    assert said_in(tmp_path) == [[9]]
+    assert [rollout.tokens.tolist() for rollout in rollouts_in(tmp_path)] == [[9]]
 
 
 def test_history_counts_no_request_once_the_drafter_has_raised(tmp_path):
