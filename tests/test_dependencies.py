@@ -50,10 +50,6 @@ def requirements(project) -> dict[str, list[str]]:
     return {extra: [r for r in some if not r.startswith("rollout-spec[")] for extra, some in extras.items()}
 
 
-def name_of(requirement: str) -> str:
-    return re.match(r"[\w.-]+", requirement)[0].lower().replace("_", "-")
-
-
 def test_every_requirement_has_a_lower_bound(project):
     for extra, some in requirements(project).items():
         for requirement in some:
@@ -61,7 +57,8 @@ def test_every_requirement_has_a_lower_bound(project):
 
 
 def test_what_is_imported_is_declared(project):
-    declared = {name_of(requirement) for some in requirements(project).values() for requirement in some}
+    names = (re.match(r"[\w.-]+", requirement)[0] for some in requirements(project).values() for requirement in some)
+    declared = {name.lower().replace("_", "-") for name in names}
     for name, path in imported_by_us().items():
         bringer = name
         while bringer in BROUGHT:

@@ -157,12 +157,7 @@ def test_what_could_not_be_indexed_is_indexed_later(monkeypatch, is_late):
 
 @pytest.mark.parametrize(
     ("drafts", "message"),
-    [
-        ([Draft(np.array([1], np.int32), np.array([], np.float32))], "a confidence for each"),
-        ([[1, 2, 3]], "too many values to unpack"),
-        ([Draft(np.array([1] * 9, np.int32), np.full(9, 0.5, np.float32))], "could not broadcast"),
-        ([], "shorter"),
-    ],
+    [([Draft(np.array([1], np.int32), np.array([], np.float32))], "a confidence for each"), ([], "shorter")],
 )
 def test_drafts_of_the_wrong_kind_are_refused(drafts, message):
     inner = Silent()

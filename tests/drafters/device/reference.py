@@ -233,12 +233,9 @@ def _choose(
     probability_bin = min(int(-constants.BINS_PER_HALVING * math.log2(distance)), constants.NUM_PROBABILITY_BINS - 1)
     longest = max(m.length for m, _, _ in candidates)
     row = int(coupled) * constants.NUM_PROBABILITY_BINS + probability_bin
-    cell = row * constants.NUM_LENGTH_BINS + _length_bin(longest)
+    length_bin = sum(longest > edge for edge in constants.LENGTH_EDGES)
+    cell = row * constants.NUM_LENGTH_BINS + length_bin
     return DraftedToken(token, counters.rate(cell, expected), cell, source)
-
-
-def _length_bin(length: int) -> int:
-    return sum(length > limit for limit in constants.LENGTH_EDGES)
 
 
 @dataclass(slots=True)

@@ -23,10 +23,6 @@ from rollout_spec.integrations.trainers.logprob_check import (
 )
 
 
-def an_engine(mode="raw_logprobs"):
-    return SimpleNamespace(dtype=torch.float32, logprobs_mode=mode)
-
-
 @pytest.mark.parametrize("length", [1, NUM_CHECKED_TOKENS + 40])
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 def test_long_rollouts_are_compared_in_part(reference_model, length, mode):
@@ -51,7 +47,8 @@ def an_output(logprob):
 
 def compared(model, outputs, params=None, *, mode="raw_logprobs", prompt="w1", autocast=None, tolerance=None):
     params = [params or SamplingParams(logprobs=0)] * len(outputs)
-    return compare(model, an_engine(mode), [prompt] * len(outputs), outputs, params, autocast, tolerance)
+    engine = SimpleNamespace(dtype=torch.float32, logprobs_mode=mode)
+    return compare(model, engine, [prompt] * len(outputs), outputs, params, autocast, tolerance)
 
 
 @pytest.mark.parametrize("logprob", [-50.0, math.nan])
