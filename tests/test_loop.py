@@ -100,21 +100,6 @@ def test_emitted_tokens_follow_the_target(verify, drafter):
             assert matches_distribution(following, p), context
 
 
-def test_nothing_is_drafted_past_a_requests_end():
-    """The last token's context is the longest: a draft there would be verified for nothing."""
-    target, _ = markov_target(1)
-    batch, lengths = requests(8, max_tokens=10), set()
-    for request in batch:
-        request.stop_token_id = None
-
-    def watched(contexts):
-        lengths.update(map(len, contexts))
-        return target(contexts)
-
-    generate(batch, Adversary(VOCAB), watched, 4)
-    assert max(lengths) == 3 + 10 - 1
-
-
 @pytest.mark.parametrize(
     ("temperature", "method", "is_known"), [(1.0, "sample", True), (0.0, "sample", False), (1.0, "rejection", False)]
 )
