@@ -62,17 +62,20 @@ def detokenizer_of(model):
 
 
 def test_everything_of_a_step_is_cut_alike(tiny_model):
-    """Log-probabilities and routed experts too; the next call of vLLM's `update` finds the work done."""
+    """Log-probabilities and routed experts too, which in earlier releases of vLLM begin with the prompt's.
+
+    The next call of vLLM's `update` finds the work done.
+    """
     detokenizer = detokenizer_of(tiny_model)
     scores = LogprobsLists(np.arange(4)[:, None], np.arange(4.0)[:, None], np.arange(4))
     output = EngineCoreOutput(
-        "", [8, 9, 7, 6], new_logprobs=scores, finish_reason=FinishReason.LENGTH, routed_experts=np.arange(4)
+        "", [8, 9, 7, 6], new_logprobs=scores, finish_reason=FinishReason.LENGTH, routed_experts=np.arange(5)
     )
     end_at_stop_string(detokenizer, output)
     assert output.new_token_ids == [8, 9]
     assert output.new_logprobs.logprob_token_ids.tolist() == [[0], [1]]
     assert output.new_logprobs.sampled_token_ranks.tolist() == [0, 1]
-    assert output.routed_experts.tolist() == [0, 1]
+    assert output.routed_experts.tolist() == [0, 1, 2]
     assert detokenizer.update(output.new_token_ids, False) == "w5"
     assert detokenizer.output_token_ids == [8, 9]
     assert detokenizer.update([5], False) is None
