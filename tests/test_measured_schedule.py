@@ -81,6 +81,14 @@ def test_steps_of_unlike_requests_say_nothing_of_times():
         assert schedule[2] == 7, "it is not known yet"
 
 
+def test_requests_that_have_no_draft_say_nothing_of_what_is_right():
+    schedule, chosen, drafted = MeasuredSchedule(MOST), [], np.array([1, *[0] * 89])
+    for _ in range(1000):
+        chosen.append(schedule[90])
+        schedule.observe(drafted, drafted, None)
+    assert np.mean(np.array(chosen) == 1) > 0.9
+
+
 @pytest.mark.parametrize(("is_right", "expected"), [(1, 7), (0, 0)])
 def test_while_no_time_is_known_drafts_go_by_what_is_right(is_right, expected):
     """Prompts are read in each step. What is tried is tried a few times."""
