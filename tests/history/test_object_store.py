@@ -84,6 +84,16 @@ def test_a_file_takes_one_request_and_a_look_at_a_problem_one_more(store):
     assert [kind for kind, _ in store.requests] == ["LIST"]
 
 
+def test_a_bucket_is_not_looked_at_as_often_as_a_folder(store, monkeypatch):
+    monkeypatch.setattr(exchange, "SECONDS_LOCAL", 0.0)
+    thread = FolderThread(open_again())
+    thread.watch(1, is_known=False)
+    thread._read()
+    store.requests.clear()
+    thread._read()
+    assert not store.requests
+
+
 def test_a_bucket_that_is_not_there_is_not_made(store):
     with pytest.raises(OSError):
         open_again("s3://another/run").write([rollout(1)])
