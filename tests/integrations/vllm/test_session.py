@@ -120,6 +120,14 @@ def advance(session, tokens, outcomes=None, *, ended=(), step_tokens=None, reque
     return {req_id: draft[:length] for req_id, draft, length in listed}
 
 
+def test_what_ends_in_one_step_enters_history_in_one_order_on_all_ranks():
+    """vLLM names it in a set."""
+    session = a_session()
+    advance(session, {"b": [1], "a": [2], "c": [3]})
+    session.finish_requests(["c", "a", "b"], ())
+    assert [rollout.read().tokens.tolist() for rollout in session.drafter.rollouts.by_age] == [[2], [1], [3]]
+
+
 def test_steps_are_timed_and_ranks_share_what_they_took():
     asked = []
 
