@@ -624,6 +624,17 @@ def test_a_draft_is_continued_as_if_its_beginning_had_been_said(features):
     engine.assert_same_drafts()
 
 
+def test_a_draft_that_goes_on_past_the_longest_text_is_written_into_no_other():
+    engine = Engine()
+    for _ in range(2):
+        engine.commit(engine.start([1] * (MAX_LEN - 1)), [1])
+    slots = torch.tensor(list(engine.live.values()), dtype=torch.int32)
+    given = torch.full((2, 2), 2)
+    engine.drafter.continue_drafts(slots, torch.ones_like(slots), given, engine.seeds, engine.temperature)
+    for start in engine.drafter._pieces[slots.numpy(), 0]:
+        assert (engine.drafter._texts.tokens[start : start + MAX_LEN] == 1).all()
+
+
 def test_ranks_draft_the_same_bits():
     """In whatever order blocks and warps run, and no value depends on which lane of a warp stores it."""
     from tests.ptx.machine import changed_settings
