@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_spec.launches import cdiv, freeze_constants, next_power_of_2
+from rollout_spec.launches import Launcher, cdiv, next_power_of_2
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -16,9 +15,12 @@ tl = triton.language
 ONE = tl.constexpr(1)
 
 
-@triton.jit
-def _kernel(out_ptr):
-    tl.store(out_ptr, ONE)
+@triton.jit(do_not_specialize=["n"])
+def _kernel(out_ptr, other_ptr, n, BLOCK: tl.constexpr):
+    value = ONE + tl.program_id(0) + 10 * BLOCK + tl.where(n > 1000, 1000, 0)
+    if other_ptr is not None:
+        value += 100 + tl.load(other_ptr)
+    tl.store(out_ptr + tl.program_id(0), value)
 
 
 @given(st.integers(0, 2**40), st.integers(1, 2**20))
@@ -27,13 +29,32 @@ def test_sizes_are_those_that_triton_computes(a, b):
     assert next_power_of_2(b) == triton.next_power_of_2(b)
 
 
-def test_the_constants_of_launched_kernels_are_no_longer_compared():
-    """Those of a function that kernels call, and of a kernel that has only been read, stay."""
-    assert _kernel.cache_key
-    assert [name for name, _ in _kernel.used_global_vals] == ["ONE"], "where Triton keeps what it compares"
-    module = SimpleNamespace(_kernel=_kernel, unrelated=3)
-    freeze_constants(module)
-    assert _kernel.used_global_vals
-    _kernel.device_caches[0][0]["a variant"] = object()  # as after a launch
-    freeze_constants(module)
-    assert not _kernel.used_global_vals
+def test_variants_are_launched_as_triton_would():
+    """A launcher's own look-up tells apart what Triton compiles anew: dtypes, alignment, constants, None and widths."""
+    launcher, plain = Launcher(_kernel), _kernel
+    whole, known = torch.zeros(64, dtype=torch.int32), []
+    for turn in range(2):
+        for tensor in (whole, whole[1:], whole.long(), whole.short()):
+            for other in (None, whole, whole[1:]):
+                for n, b in ((3, 1), (16, 2), (1, 3), (1 << 33, 1)):
+                    expected, got = (torch.zeros_like(tensor) for _ in range(2))
+                    expected, got = (t[1:] if tensor.data_ptr() % 16 else t for t in (expected, got))
+                    plain[(2, 1)](expected, other, n, BLOCK=b, num_warps=1)
+                    launcher[(2, 1)](got, other, n, BLOCK=b, num_warps=1)
+                    assert expected.any()
+                    assert torch.equal(expected, got), (turn, tensor.dtype, n, b)
+        known.append(len(launcher._variants))
+    assert known[0] == known[1], "the second turn has found all of them"
+
+
+def test_profilers_see_every_launch(monkeypatch):
+    """They ask Triton to call them, and only its own way of launching does, with what they ask for."""
+    launcher, out, launches = Launcher(_kernel), torch.zeros(4, dtype=torch.int32), []
+    run = type(_kernel).run
+    monkeypatch.setattr(type(_kernel), "run", lambda *args, **kwargs: launches.append(args) or run(*args, **kwargs))
+    for is_profiled, expected in ((False, 1), (False, 1), (True, 2), (True, 3)):
+        with monkeypatch.context() as patch:
+            if is_profiled:
+                patch.setattr(triton.knobs.runtime.launch_exit_hook, "calls", [lambda metadata: None])
+            launcher[(1,)](out, None, 1, BLOCK=1)
+        assert len(launches) == expected

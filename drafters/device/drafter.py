@@ -44,7 +44,6 @@ from rollout_spec.drafters.host.constants import CELLS, MAX_DEPTH, SOURCES
 from rollout_spec.features import FEATURE_WORDS, Features, no_features
 from rollout_spec.history.problems import problem_of_prompt
 from rollout_spec.history.store import Rollout, RolloutStore, check_rollouts
-from rollout_spec.launches import freeze_constants
 from rollout_spec.transfers import copy_to_host, runs_later, upload
 
 MAX_RESIDENT_TOKENS = 4_000_000
@@ -418,7 +417,6 @@ class DeviceDrafter:
         kernels.retire(*rows, self._texts)
         kernels.move(torch.zeros(1, 3, dtype=torch.int64, device=self._device), self._texts)
         kernels.index(torch.zeros(1, dtype=torch.int64, device=self._device), self._texts)
-        freeze_constants(kernels)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rollout_spec import features as target_features
 from rollout_spec.drafters.host import constants
-from rollout_spec.launches import next_power_of_2
+from rollout_spec.launches import Launcher, next_power_of_2
 from rollout_spec.noise import host as noise
 from rollout_spec.noise.triton import finish_hash, gumbel, row_state, token_key, unfinished_hash
 
@@ -769,6 +769,12 @@ def _index_kernel(
         _enter(index_ptr, num_buckets, text_ptr + i, i, i < length, prompt, column, entry, LAYOUT)
 
 
+_launch_extend = Launcher(_extend_kernel)
+_launch_lengthen = Launcher(_lengthen_kernel)
+_launch_scan = Launcher(_scan_kernel)
+_launch_draft = Launcher(_draft_kernel)
+
+
 def extend(
     slots: Tensor,
     all_token_ids: Tensor,
@@ -787,7 +793,7 @@ def extend(
     """
     k, features = last.tokens.shape[1], texts.features
     known = NOT_KEPT if not features.shape[0] else UNKNOWN if new_features is None else GIVEN
-    _extend_kernel[(slots.shape[0],)](
+    _launch_extend[(slots.shape[0],)](
         slots,
         all_token_ids,
         all_token_ids.stride(0),
@@ -815,7 +821,7 @@ def extend(
 def lengthen(slots: Tensor, wanted: Tensor, tokens: Tensor, texts: Texts, lengthened: Tensor, *, shorten: bool) -> None:
     """Append tokens that may come to the texts of `slots`, or take them away again. Arguments as of the kernel."""
     m = tokens.shape[1]
-    _lengthen_kernel[(slots.shape[0],)](
+    _launch_lengthen[(slots.shape[0],)](
         slots,
         wanted,
         tokens,
@@ -851,7 +857,7 @@ def scan(slots: Tensor, num_sampled: Tensor, texts: Texts) -> tuple[Tensor, Tens
     splits = num_splits(batch)
     keys = torch.empty(batch, splits, MAX_CANDIDATES.value, dtype=torch.int64, device=slots.device)
     found = torch.empty(batch, COLUMNS.value, dtype=torch.int32, device=slots.device)
-    _scan_kernel[(batch, splits)](
+    _launch_scan[(batch, splits)](
         slots,
         num_sampled,
         texts.members,
@@ -888,7 +894,7 @@ def draft(
     has_features = texts.features.shape[0] > 0
     output = torch.empty(batch, k, dtype=torch.int64, device=slots.device)
     rates = torch.empty(batch, k, dtype=torch.float32, device=slots.device)
-    _draft_kernel[(batch,)](
+    _launch_draft[(batch,)](
         slots,
         keys,
         found,

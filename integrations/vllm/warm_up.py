@@ -17,7 +17,6 @@ from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.host.step import Sampled
 from rollout_spec.drafting import Drafting
 from rollout_spec.installation import REMEDY, find_folder
-from rollout_spec.launches import freeze_constants
 from rollout_spec.types import LogprobsMode, SamplingBatch
 from rollout_spec.verify.api import lay_out, verify_rows
 
@@ -124,7 +123,6 @@ def warm_up_kernels(
             hidden=None if hidden is None else torch.zeros(rows, hidden[0], dtype=hidden[1], device=device),
             max_draft_tokens=num_drafts,
         )
-    freeze_constants(kernel)
 
 
 def _verify(config: RolloutSpecConfig) -> None:

@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout_spec import features as format
-from rollout_spec.launches import cdiv, next_power_of_2
+from rollout_spec.launches import Launcher, cdiv, next_power_of_2
 from rollout_spec.noise import host as noise
 from rollout_spec.noise.triton import finish_hash, gumbel, row_state, token_key, unfinished_hash, uniform
 from rollout_spec.types import (
@@ -493,6 +493,13 @@ def _features_kernel(
         tl.store(features_ptr + SIGNATURE_WORDS + tl.arange(0, 2), ids)
 
 
+_launch_layout = Launcher(_layout_kernel)
+_launch_scan = Launcher(_scan_kernel)
+_launch_accept = Launcher(_accept_kernel)
+_launch_rank = Launcher(_rank_kernel)
+_launch_features = Launcher(_features_kernel)
+
+
 def lay_out(cu_num_draft_tokens: Tensor, draft_token_ids: Tensor, rows: SamplingBatch) -> Layout:
     """See `rollout_spec.verify.reference.lay_out`."""
     num_requests, num_drafts = cu_num_draft_tokens.shape[0], draft_token_ids.shape[0]
@@ -531,7 +538,7 @@ def _lay_out(starts: Tensor, num_rows: int, num_requests: int, *tensors: Tensor 
     """Launch `_layout_kernel` with these tensors, from `positions_ptr` on."""
     dtypes = torch.float32, torch.int64, torch.int64, torch.int32
     layout = Layout(starts, *(torch.empty(num_rows, dtype=dtype, device=starts.device) for dtype in dtypes))
-    _layout_kernel[(num_requests,)](*layout, *tensors, num_requests, BLOCK=16, num_warps=1)
+    _launch_layout[(num_requests,)](*layout, *tensors, num_requests, BLOCK=16, num_warps=1)
     return layout
 
 
@@ -564,7 +571,7 @@ def verify_rows(
     unscaled = [empty(torch.float32, num_rows, num_splits) for _ in range(2)] if is_raw else [high, mass]
     parts = Parts(score, token, high, mass, *unscaled)
     tile_max = empty(torch.float32, num_groups, cdiv(vocab_size, BLOCK), ROWS)
-    _scan_kernel[(num_groups, num_splits)](
+    _launch_scan[(num_groups, num_splits)](
         logits,
         logits.stride(0),
         *layout[1:],
@@ -589,7 +596,7 @@ def verify_rows(
         logprobs, ranks = empty(torch.float32, num_rows), empty(torch.int64, num_rows)
     joined = empty(torch.float32, num_rows), empty(torch.float32, num_rows)
     padded_width = next_power_of_2(width)
-    _accept_kernel[(num_requests,)](
+    _launch_accept[(num_requests,)](
         logits,
         logits.stride(0),
         layout.starts,
@@ -616,7 +623,7 @@ def verify_rows(
         ranks = None
     if ranks is not None:
         tokens_per_split, num_splits = _split(vocab_size, num_rows)
-        _rank_kernel[(num_requests, width, num_splits)](
+        _launch_rank[(num_requests, width, num_splits)](
             logits,
             logits.stride(0),
             layout.starts,
@@ -630,7 +637,7 @@ def verify_rows(
         )
     if hidden is not None:
         features = empty(torch.int64, num_rows, format.FEATURE_WORDS)
-        _features_kernel[(num_requests, width)](
+        _launch_features[(num_requests, width)](
             logits,
             logits.stride(0),
             project(hidden),
