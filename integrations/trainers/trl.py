@@ -96,6 +96,7 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
             if self._keeps_history_beside_checkpoints:
                 folder = Path(args.output_dir).absolute() / HISTORY_NAME
                 self.config = dataclasses.replace(self.config, history_dir=str(folder))
+            _leave_text_out(args)
             _hook_engines()
             _awaiting_engine.set(self)
 
@@ -219,6 +220,16 @@ def _hook_engines() -> None:
             generator.build_engine(build, llm, *args, **kwargs)
 
     vllm.LLM.__init__ = init
+
+
+def _leave_text_out(args: Any) -> None:
+    """Let the trainer's requests ask for tokens alone, unless they end at stop strings or the user has said otherwise.
+
+    TRL decodes completions by itself and never reads the engine's text, which takes the host 8 to 10 µs per token.
+    """
+    given = getattr(args, "generation_kwargs", None) or {}
+    if hasattr(args, "generation_kwargs") and not given.get("stop"):
+        args.generation_kwargs = {"detokenize": False, **given}
 
 
 def _warn_of_truncation(args: Any) -> None:

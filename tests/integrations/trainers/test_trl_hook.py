@@ -32,6 +32,7 @@ def test_grpo_with_speculation(tiny_model, tmp_path, monkeypatch):
 
     seeds = [params.seed for sampling_params, _ in generator.generations for params in sampling_params]
     assert len(set(seeds)) == len(seeds) == 24
+    assert not any(params.detokenize for sampling_params, _ in generator.generations for params in sampling_params)
     assert generator.logprob_error[1] < 1e-4
     logs = [entry for entry in trainer.state.log_history if "rollout_spec/tokens" in entry]
     assert len(logs) == 3
@@ -89,6 +90,7 @@ def test_the_engine_as_a_rollout_function_uses_it(tiny_model, tmp_path):
         for _ in range(2)
     )
     assert [o.outputs[0].token_ids for o in first] == [o.outputs[0].token_ids for o in again]
+    assert all(o.outputs[0].text for o in first), "its own requests are as it made them"
     assert generator.logprob_error[1] < 1e-4
     assert len(llm.generate(prompts, use_tqdm=False)) == 3
 
@@ -171,6 +173,20 @@ def test_log_probabilities_are_compared_with_those_of_the_trainers_mixed_precisi
     generator = RolloutSpecGenerator()
     generator.on_init_end(SimpleNamespace(use_vllm=True, seed=3, process_index=0, world_size=1, **settings), None, None)
     assert generator._autocast == dtype
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        (None, {"detokenize": False}), ({"seed": None}, {"detokenize": False, "seed": None}),
+        ({"detokenize": True}, {"detokenize": True}), ({"stop": ["w5"]}, {"stop": ["w5"]}),
+    ],
+)  # fmt: skip
+def test_text_that_nobody_reads_is_not_asked_for(given, asked, monkeypatch):
+    monkeypatch.setattr("rollout_spec.integrations.trainers.trl._hook_engines", lambda: None)
+    args = SimpleNamespace(use_vllm=True, seed=3, process_index=0, world_size=1, generation_kwargs=given)
+    RolloutSpecGenerator().on_init_end(args, None, None)
+    assert args.generation_kwargs == asked
 
 
 @pytest.mark.parametrize("is_first", [True, False])
