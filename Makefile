@@ -45,7 +45,7 @@ test: $(READY)
 # test` emulates compiled kernels in one order, for Hopper. Here they are also watched for races, and compiled for
 # Ampere. See tests/ptx/README.md.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-KERNEL_TESTS := tests/verify tests/drafters/device
+KERNEL_TESTS := tests/verify tests/drafters/device tests/integrations/vllm/test_cutting.py
 test-all: $(READY)
 	$(PYTEST) -m exhaustive --durations=20
 	VLLM_USE_V2_MODEL_RUNNER=1 $(PYTEST) -m exhaustive tests/runners

@@ -9,9 +9,11 @@
 #   trl                                      GRPO, with rollouts compared; POLICY may have its policy
 #   start-1.5b                               engines with 64 requests, and each line that waits for the device
 #   phase-1.5b:none,device:64                whole rollout phases, also phase-7b
+#   calls-1.5b:none,device:64                what each kind of call takes the host, per step of the first 200 tokens
 # Environment variables:
 #   LIMIT      seconds for all stages, 560 unless set: they leave room in a machine's ten minutes to unpack vLLM. Each
 #              stage has its share of what is left, so none takes another's time. What is not reached is not run.
+#   BEFORE     another checkout, whose package the stage `calls` uses instead: run it twice to compare
 #   ROLLOUTS   recorded rollouts to repeat instead of those in experiments/engines
 #   SHAPE      of the model in `first` and `second`, 1.5b unless set; `tiny` makes every stage small, for a CPU
 #   TRITON_CACHE_DIR  kernels that were compiled elsewhere, which saves minutes of `check`. A CPU with the same release of
@@ -55,6 +57,7 @@ share_of() {
         trl) echo 100 ;;
         device) echo 50 ;;
         verify) echo 80 ;;
+        calls) echo 100 ;;
         start) echo 240 ;;
         phase) [[ $1 == phase-7b* ]] && echo 360 || echo 180 ;;
     esac
@@ -68,14 +71,14 @@ small() {
         trl) echo --steps 2 --tokens 24 ;;
         device) echo --device cpu --batch 2 --resident 3000 --length 24 --repeats 1 ;;
         verify) echo --cells 2 --repeats 1 ;;
-        start | phase) echo --dtype float32 --eager --batch 2 ;;
+        start | phase | calls) echo --dtype float32 --eager --batch 2 ;;
     esac
 }
 
 left=0
 for stage in "${stages[@]}"; do
     case $stage in
-        check | doctor | trl | device | device-words | verify | start-?* | phase-?*) ;;
+        check | doctor | trl | device | device-words | verify | start-?* | phase-?* | calls-?*) ;;
         *)
             echo "unknown stage $stage" >&2
             exit 2
@@ -134,7 +137,7 @@ for stage in "${stages[@]}"; do
         device) command=(-m experiments.costs.bench_device) ;;
         device-words) command=(-m experiments.costs.bench_device --no-features) ;;
         verify) command=(-m experiments.costs.bench_verify) ;;
-        start-* | phase-*)
+        start-* | phase-* | calls-*)
             command=(-m experiments.engines.bench_phase --shape "${kind#*-}" ${ROLLOUTS:+--rollouts "$ROLLOUTS"})
             command+=(--logs "$logs/$name" --until $(($(date +%s) + seconds - 5)))
             ;;&
@@ -143,6 +146,14 @@ for stage in "${stages[@]}"; do
             watch=(env VLLM_GPU_SYNC_CHECK=warn)
             modes=${modes:-device,none} batches=${batches:-64}
             [[ $shape == tiny ]] || command+=(--max-seqs 256)  # as many graphs as by default
+            ;;
+        calls-*)
+            command+=(--calls)
+            if [[ -n ${BEFORE:-} ]]; then
+                mkdir -p "$logs/before"
+                ln -sfn "$(realpath "$BEFORE")/rollout_spec" "$logs/before/rollout_spec"
+                watch=(env "PYTHONPATH=$logs/before:$PYTHONPATH" PYTHONSAFEPATH=1)
+            fi
             ;;
         phase-*) command+=(--step-times "$out/step_times_$name.csv") ;;
     esac

@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
 
         return RolloutSpecGenerator
     if name == "RolloutSpecProposer":  # which vLLM looks up by `speculative_config`'s path
-        from rollout_spec.integrations.vllm.runner_v1 import RolloutSpecProposer
+        from rollout_spec.integrations.vllm.engine_v1 import RolloutSpecProposer
 
         return RolloutSpecProposer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from triton import knobs
+from triton.runtime.driver import driver
 
 
 def cdiv(a: int, b: int) -> int:
@@ -40,9 +42,6 @@ class Launcher:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        from triton import knobs
-        from triton.runtime.driver import driver
-
         device = driver.active.get_current_device()
         key: list[Any] = [device, *constants.values()]
         for number, value in enumerate(arguments):

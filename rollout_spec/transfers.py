@@ -31,6 +31,11 @@ def copy_to_host(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=is_later).copy_(tensor, non_blocking=is_later)
 
 
+def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
+    """uint8 [num_bytes] on the host, all 0, into which a copy from the device does not make the host wait."""
+    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=runs_later(device))
+
+
 class HostCopy:
     """Copies several tensors to the host at once. The copy begins now, and `read` waits for it.
 

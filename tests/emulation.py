@@ -56,3 +56,12 @@ def schedule_as_on_gpus() -> None:
         vllm_config.scheduler_config.async_scheduling = wanted
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def launch_few_programs() -> None:
+    """Each costs the emulator the same, however much it does. Texts move often as they grow."""
+    from rollout_spec.drafters.device import drafter, kernels
+    from rollout_spec.verify import kernel
+
+    kernel.ROWS, kernel.BLOCK, drafter.MORE_ROOM = 16, 32, 8
+    kernels.TILE, kernels.TARGET_PROGRAMS = 128, 1

@@ -33,7 +33,8 @@ def a_report(**changed):
         stats.record([0] * 64, [0] * 64)
     for _ in range(100):
         stats.record([4], [1])
-    return {**json.loads(json.dumps(commands.report(SimpleNamespace(session=session, stats=stats)))), **changed}
+    engine = SimpleNamespace(session=session, stats=stats, is_cutting=False)
+    return {**json.loads(json.dumps(commands.report(engine))), **changed}
 
 
 def page(report):

@@ -391,10 +391,11 @@ class DeviceDrafter:
         seeds: Tensor,
         temperature: Tensor,
         num_given_tokens: int = 0,
+        tables: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Launch every kernel in every variant that a batch can need, so that none is compiled while serving.
 
-        Call it before the first request starts. Arguments as for `propose`, and
+        Call it before the first request starts. Arguments as for `propose`, `tables` among them, and
 
         Args:
             num_given_tokens: M of `continue_drafts`; 0: it will not be called.
@@ -406,7 +407,7 @@ class DeviceDrafter:
                 slots = torch.arange(batch, dtype=slots_dtype, device=self._device)
                 nothing = torch.zeros_like(slots, dtype=torch.int32)
                 self.extend(slots, all_token_ids, total_len)
-                self.propose(slots, nothing, all_token_ids, total_len, seeds, temperature, features, nothing)
+                self.propose(slots, nothing, all_token_ids, total_len, seeds, temperature, features, nothing, tables)
                 if num_given_tokens:
                     given = torch.zeros(batch, num_given_tokens, dtype=torch.int64, device=self._device)
                     self.continue_drafts(slots, nothing, given, seeds, temperature)
@@ -430,6 +431,7 @@ class DeviceDrafter:
         temperature: Tensor,
         features: Tensor | None = None,
         first_rows: Tensor | None = None,
+        tables: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Copy the new tokens from the engine and draft. Never waits for the device.
 
@@ -444,13 +446,14 @@ class DeviceDrafter:
             temperature: float32 [R]; requests of temperature 0 have no noise.
             features: int64 [N, FEATURE_WORDS], what the target saw at each row of the step's logits; None: not known.
             first_rows: int32 [B], with features: the first row of each request, which its first new token comes from.
+            tables: int64 and float32 [R, K]: where the result is written, by slot. None: new tensors.
 
         Returns:
-            (drafts int64 [B, K], rates float32 [B, K]): tokens, and the estimated probability that each is accepted
-            once it is reached. Positions without a draft repeat the last token and have rate 0.
+            `tables`, or (drafts int64 [B, K], rates float32 [B, K]): tokens, and the estimated probability that each is
+            accepted once it is reached. Positions without a draft repeat the last token and have rate 0.
         """
         self.extend(slots, all_token_ids, total_len, num_sampled, features, first_rows)
-        return self._draft(slots, num_sampled, seeds, temperature, self._last_drafts)
+        return self._draft(slots, num_sampled, seeds, temperature, self._last_drafts, tables)
 
     def extend(
         self,
@@ -469,11 +472,17 @@ class DeviceDrafter:
         kernels.extend(slots, all_token_ids, total_len, *known, features, first_rows, num_sampled)
 
     def _draft(
-        self, slots: Tensor, wanted: Tensor, seeds: Tensor, temperature: Tensor, last_drafts: kernels.LastDrafts
+        self,
+        slots: Tensor,
+        wanted: Tensor,
+        seeds: Tensor,
+        temperature: Tensor,
+        last_drafts: kernels.LastDrafts,
+        tables: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         keys, found = kernels.scan(slots, wanted, self._texts)
         arguments = slots, keys, found, self._texts, seeds, temperature, self._counts, last_drafts
-        return kernels.draft(*arguments, use_noise=self._use_noise)
+        return kernels.draft(*arguments, use_noise=self._use_noise, tables=tables)
 
     def continue_drafts(
         self, slots: Tensor, wanted: Tensor, token_ids: Tensor, seeds: Tensor, temperature: Tensor

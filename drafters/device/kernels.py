@@ -600,6 +600,7 @@ def _draft_kernel(
     cells_ptr,  # `LastDrafts.cells`, written
     output_ptr,  # int64 [B, K], written: the drafts; positions without one repeat the last token
     rates_ptr,  # float32 [B, K], written
+    BY_SLOT: tl.constexpr,  # these two are [R, K], by slot
     FEATURES: tl.constexpr,  # whether they are kept
     USE_NOISE: tl.constexpr,
     K: tl.constexpr,
@@ -608,6 +609,8 @@ def _draft_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
+    output_ptr += (slot if BY_SLOT else row) * K
+    rates_ptr += (slot if BY_SLOT else row) * K
     matches, count = _best_matches(tl.load(keys_ptr + row * NUM_KEYS + tl.arange(0, NUM_KEYS)))
     lane, j = tl.arange(0, MAX_CANDIDATES), tl.arange(0, WIDTH)
     NUM_CHOICES: tl.constexpr = MAX_CANDIDATES * (TOP_TOKENS + 1) if FEATURES else MAX_CANDIDATES
@@ -656,8 +659,8 @@ def _draft_kernel(
         cell = _cell(coupled, expected, longest)
         tl.store(drafted_ptr + slot * K + num, chosen)
         tl.store(cells_ptr + slot * K + num, cell * NUM_SOURCES + _source(alive, agrees, weight, source))
-        tl.store(output_ptr + row * K + num, chosen.to(tl.int64))
-        tl.store(rates_ptr + row * K + num, _rate(counts_ptr, cell, expected))
+        tl.store(output_ptr + num, chosen.to(tl.int64))
+        tl.store(rates_ptr + num, _rate(counts_ptr, cell, expected))
 
         draft = tl.where(j == num, chosen, draft)
         num += 1
@@ -675,8 +678,8 @@ def _draft_kernel(
     last = tl.load(text_ptr + own_offset + own_length - 1, mask=own_length > 0, other=0)
     last = tl.where(num > 0, tl.sum(tl.where(j == num - 1, draft, 0)), last).to(tl.int64)
     empty = (j >= num) & (j < K)
-    tl.store(output_ptr + row * K + j, tl.broadcast_to(last, [WIDTH]), mask=empty)
-    tl.store(rates_ptr + row * K + j, tl.zeros([WIDTH], tl.float32), mask=empty)
+    tl.store(output_ptr + j, tl.broadcast_to(last, [WIDTH]), mask=empty)
+    tl.store(rates_ptr + j, tl.zeros([WIDTH], tl.float32), mask=empty)
 
 
 @triton.jit
@@ -888,12 +891,16 @@ def draft(
     last: LastDrafts,
     *,
     use_noise: bool,
+    tables: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draft from the matches. Returns (tokens int64 [B, K], rates float32 [B, K]). Arguments as of the kernel."""
+    """Draft from the matches. Returns (tokens int64 [B, K], rates float32 [B, K]). Arguments as of the kernel.
+
+    tables: int64 and float32 [R, K], which are written by slot and returned.
+    """
     batch, k = slots.shape[0], last.tokens.shape[1]
     has_features = texts.features.shape[0] > 0
-    output = torch.empty(batch, k, dtype=torch.int64, device=slots.device)
-    rates = torch.empty(batch, k, dtype=torch.float32, device=slots.device)
+    dtypes = torch.int64, torch.float32
+    output, rates = tables or (torch.empty(batch, k, dtype=dtype, device=slots.device) for dtype in dtypes)
     _launch_draft[(batch,)](
         slots,
         keys,
@@ -907,6 +914,7 @@ def draft(
         *last,
         output,
         rates,
+        BY_SLOT=tables is not None,
         FEATURES=has_features,
         USE_NOISE=use_noise,
         K=k,

@@ -112,7 +112,7 @@ class Case:
     # -- ours --------------------------------------------------------------------------------------------------------
 
     def ours_v1(self, **options: Any) -> Any:
-        """As `RunnerAdapterV1` calls it: where tokens are removed, after vLLM's code for that."""
+        """As `EngineV1` calls it: where tokens are removed, after vLLM's code for that."""
         mode = "processed_logprobs" if self.logprobs else None
         logits, layout = self._processed(self.logits, lay_out(self.cu, self.drafts, self.rows))
         return verify_rows(logits, layout, logprobs_mode=mode, max_draft_tokens=self.k, **options)

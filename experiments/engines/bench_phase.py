@@ -33,11 +33,12 @@ has finished.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from itertools import pairwise, product
 from pathlib import Path
@@ -70,7 +71,7 @@ ROLLOUTS = Path(__file__).with_name("rg_llama_math.parquet")
 GROUP = 8
 """Rollouts per problem and phase, more where there are too few problems."""
 PHASES = ("first", "history")
-WARM_UP_TOKENS = 8
+WARM_UP_TOKENS, PROFILED_TOKENS = 8, 200
 
 
 def fits(recorded: list[list[RecordedRollout]], batch: int) -> bool:
@@ -202,6 +203,14 @@ def serve(
         if batch != last_batch:
             watched.forget_other_problems()
         last_batch, phase = batch, phases[batch, name]
+        if args.calls:
+            begun = [r._replace(token_ids=r.token_ids[:PROFILED_TOKENS]) for r in phase.rollouts]
+            watched.clear()
+            calls = calls_by_kind(functools.partial(generate, begun, phase.problems, first_scripts[batch, name]))
+            num_steps = len(watched.tokens)
+            per_step = {kind: [round(x / num_steps, 1) for x in of_kind] for kind, of_kind in sorted(calls.items())}
+            row = {"mode": mode, "batch": batch, "phase": name, "steps": num_steps, "calls_per_step": per_step}
+            continue
         before = command(llm, "stats") if is_ours else None
         watched.clear()
         started = time.perf_counter()
@@ -221,6 +230,20 @@ def serve(
         if before is not None:
             stats = SpeculationStats.between(before, command(llm, "stats"))
             row["acceptance_rate"] = round(stats.acceptance_rate, 3)
+
+
+def calls_by_kind(run: Callable[[], Any]) -> dict[str, list[float]]:
+    """[how many, microseconds of the host] of each CUDA function that is called while `run` runs, and of ATen."""
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds[: 1 + torch.cuda.is_available()]) as profile:
+        run()
+    found: dict[str, list[float]] = {}
+    for event in profile.key_averages():
+        kind = "aten" if event.key.startswith("aten::") else event.key if event.key.startswith("cu") else "other"
+        of_kind = found.setdefault(kind, [0, 0.0])
+        of_kind[0] += event.count
+        of_kind[1] += event.self_cpu_time_total
+    return found
 
 
 def write_step_times(path: Path, shape: str, context: int, rows: Sequence[dict[str, Any]]) -> None:
@@ -267,6 +290,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--kv-gib", type=float, default=14, help="GiB of each engine's KV cache on a GPU")
+    parser.add_argument(
+        "--calls", action="store_true", help="microseconds of the host by kind of call, in place of times"
+    )
     parser.add_argument("--until", type=float, help="by this time, as `date +%%s` says it, stop")
     parser.add_argument("--logs", type=Path, help="keep all that the engines print in this folder")
     parser.add_argument("--step-times", type=Path, help="write them here for `rollout-spec estimate --step-times`")
@@ -299,19 +325,19 @@ def main() -> None:
             children[mode] = stack.enter_context(child)
         for mode in args.modes:
             answer(mode)
-        print(HEADER, flush=True)
+        print("" if args.calls else HEADER, flush=True)
         for phase in product(batches, PHASES):
             of_phase: list[dict[str, Any]] = []
             for mode in (*args.modes, *(mode for mode in args.modes[:1] if mode == "none")):
                 if mode in children:
                     children[mode].send(phase)
                     of_phase += filter(None, [answer(mode)])
-            baseline = [row["seconds"] for row in of_phase if row["mode"] == "none"]
+            baseline = [row["seconds"] for row in of_phase if row["mode"] == "none" and not args.calls]
             for row in of_phase:
                 if baseline:
                     row["times_as_fast"] = round(float(np.mean(baseline)) / row["seconds"], 3)
                 append(args.out, {**about, **row})
-                print(describe(row), flush=True)
+                print(json.dumps(row) if args.calls else describe(row), flush=True)
             rows += of_phase
     if args.step_times is not None:
         rollouts = [

@@ -124,8 +124,9 @@ class Steps:
 
     def forget_other_problems(self) -> None:
         """Other batch sizes have the same texts, as other problems, in which the device drafter would find them."""
-        if getattr(self._runner, "speculator", None) is not None:
-            self._runner.speculator.drafter._texts.index.zero_()
+        engine = getattr(self._runner, "rollout_spec", None)
+        if engine is not None and engine.session is not None:
+            engine.session.drafter._texts.index.zero_()
 
     def summary(self, num_tokens: int) -> dict[str, Any]:
         """Of the phase, in which rollouts got `num_tokens` tokens."""

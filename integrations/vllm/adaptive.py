@@ -2,7 +2,7 @@
 
 V2's model runner times its CUDA graphs at start. In each step it then keeps those draft tokens, of all requests, that
 are worth the time of their verification by the drafter's confidence; where the device would wait for the host, it
-counts as free (`host_time.py`). Only the workers know whether the attention kernels allow that, and the scheduler is
+counts as free (`cutting.py`). Only the workers know whether the attention kernels allow that, and the scheduler is
 made after them, maybe in another process. So vLLM's configuration has a schedule of K by the number of requests from
 the beginning, and the engine's core replaces it once its workers have said that they cut drafts. `MeasuredSchedule`
 then decides whether steps have drafts at all, and how many where they are not cut.
@@ -10,16 +10,11 @@ then decides whether steps have drafts at all, and how many where they are not c
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from rollout_spec.integrations.vllm.config import OUR_SCHEDULE, say, shown_ranges
-from rollout_spec.integrations.vllm.host_time import HostTime
-from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
-from rollout_spec.step_sizes import MEASURED_CONTEXT, MOST_CUT_REQUESTS, ranges_of
+from rollout_spec.step_sizes import MOST_CUT_REQUESTS, ranges_of
 
 
 def with_adaptive_verification(runner: Any, initialize: Callable[[], Any]) -> Any:
@@ -96,53 +91,3 @@ def decide_schedule(vllm_config: Any, ask_workers: Callable[[], list[dict[str, A
     )
     speculative.enable_adaptive_verification = True
     say(f"rollout_spec: of up to {k} draft tokens of each request as many are verified as pay by vLLM's measured costs")
-
-
-def prepare_to_measure(runner: Any, index_dtype: torch.dtype, is_drafting: Callable[[], bool]) -> None:
-    """Prepare vLLM's measurement of what steps cost.
-
-    The host's time is counted beside the device's, tokens are measured as drafts are, and what cuts drafts is compiled,
-    which vLLM would do while it serves. PyTorch compiles a variant for one request and one for more, and so for one
-    draft token that stays and for more.
-
-    Args:
-        index_dtype: Of the numbers by which vLLM names requests: from 0.32 on they are int64.
-        is_drafting: Whether a step lets drafts be made for the next one.
-    """
-    from vllm.v1.worker.gpu.spec_decode import adaptive_verification
-
-    manager = runner.adaptive_verification
-    for num_requests in {1, min(2, runner.max_num_reqs)}:
-        requests = torch.arange(num_requests, dtype=index_dtype, device=runner.device)
-        capacities = manager._batch_draft_capacity[:num_requests]
-        for num_kept in {1, min(2, num_requests * manager.num_speculative_steps)}:
-            capacities.fill_(manager.num_speculative_steps)
-            adaptive_verification._assign_draft_token_budget_compiled(
-                manager._confidence_probs, requests, capacities, num_kept, manager.num_speculative_steps
-            )
-    HostTime(manager, runner.step_timing, sharing_from_first_rank(runner.vllm_config), is_drafting)
-    manager.batches_to_profile = functools.partial(_batches_like_drafts, type(manager).batches_to_profile, manager)
-
-
-def _batches_like_drafts(
-    batches_to_profile: Callable[..., Iterator[dict[str, Any]]], manager: Any, capture_sizes: Sequence[int]
-) -> Iterator[dict[str, Any]]:
-    """vLLM's steps of made-up requests, so that a token costs what a draft token does.
-
-    vLLM gives each token 8,192 tokens of context, whose KV cache takes longer to read than a draft token's, which is
-    that of its request. And its made-up tokens are all the same one, and padding, for which no expert of a
-    mixture-of-experts model is read: drafts would seem to be free there.
-    """
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-
-    original = InputBatch.__dict__["make_dummy"]
-
-    def make_dummy(*args: Any, **kwargs: Any) -> Any:
-        return original.__get__(None, InputBatch)(*args, **{**kwargs, "is_padding": False})
-
-    InputBatch.make_dummy = make_dummy
-    try:
-        for batch in batches_to_profile(manager, capture_sizes):
-            yield {**batch, "context_len": MEASURED_CONTEXT, "randomize_inputs": True}
-    finally:
-        InputBatch.make_dummy = original

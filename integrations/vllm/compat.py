@@ -101,6 +101,14 @@ def draft_logits_of(speculator: Any, hidden_states: Any, step: int) -> Any:
     return speculator.model.compute_logits(hidden_states)
 
 
+def counts_on_host(manager: Any) -> tuple[None, ...]:
+    """What `reallocate_drafts` of vLLM's adaptive verification returns as its fourth value, from 0.33 on.
+
+    It is for batch-sharded sampling, which we refuse. With 0.33 as the oldest version, return None there.
+    """
+    return (None,) if hasattr(manager, "_copy_admitted_drafts_to_host") else ()
+
+
 def limit_draft_graphs(speculator: Any, num_model_tokens: int) -> None:
     """Capture as many of a model drafter's steps as it drafts tokens.
 

@@ -1,8 +1,8 @@
 """The hooks of the table in `plugin.py`: what is called in place of vLLM's methods.
 
 Each is called as `(original, self, ...)`, in the order in which an engine lives: its configuration, its requests in the
-front end, its worker, and its model runner, whose events go to the engine's adapter (`runner_v1`, `runner_v2`).
-Adapters are imported only for engines that ask for us. A runner of any other engine has `rollout_spec = None`.
+front end, its worker, and its model runner, which has an `EngineV1` or `EngineV2` of ours. These are
+imported only for engines that ask for us. A runner of any other engine has `rollout_spec = None`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -137,7 +138,7 @@ def v2_unsupported_features(original: Callable[..., list[str]], self: Any) -> li
 
 
 def validate_sampling_params(original: Callable[..., None], self: Any, speculative_config: Any) -> None:
-    """Allow min-p, which our verifier handles, and logit bias, which our V1 adapter or vLLM's V2 applies."""
+    """Allow min-p, which our verifier handles, and logit bias, which our V1 engine or vLLM's V2 applies."""
     if not is_ours(speculative_config):
         original(self, speculative_config)
 
@@ -233,30 +234,30 @@ def update_from_output(original: Callable[..., Any], self: Any, *args: Any, **kw
 # -- workers; CPUWorker inherits from Worker -------------------------------------------------------------------------
 
 
-def _adapter_of(worker: Any) -> Any:
-    """The adapter of a worker's model runner; None for engines that do not ask for us."""
+def _engine_of(worker: Any) -> Any:
+    """Our engine of a worker's model runner; None for engines that do not ask for us."""
     return getattr(getattr(worker, "model_runner", None), "rollout_spec", None)
 
 
 def _warming_up(worker: Any) -> contextlib.AbstractContextManager[None]:
-    adapter = _adapter_of(worker)
-    return adapter.ignoring_requests() if adapter is not None else contextlib.nullcontext()  # type: ignore[no-any-return]
+    engine = _engine_of(worker)
+    return engine.ignoring_requests() if engine is not None else contextlib.nullcontext()  # type: ignore[no-any-return]
 
 
 def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace V2's samplers."""
     result = original(self, *args, **kwargs)
-    adapter = _adapter_of(self)
-    if adapter is not None:
-        adapter.on_load()
+    engine = _engine_of(self)
+    if engine is not None:
+        engine.on_load()
     return result
 
 
 def add_lora(original: Callable[..., Any], self: Any, lora_request: Any) -> Any:
     """Remember where an adapter comes from."""
-    adapter = _adapter_of(self)
-    if adapter is not None:
-        adapter.on_lora(lora_request)
+    engine = _engine_of(self)
+    if engine is not None:
+        engine.on_lora(lora_request)
     return original(self, lora_request)
 
 
@@ -268,23 +269,23 @@ def determine_available_memory(original: Callable[..., Any], self: Any, *args: A
 
 def compile_or_warm_up_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Compile and check our kernels before vLLM compiles its own, and take in history after that."""
-    adapter = _adapter_of(self)
-    if adapter is not None:  # first: jit_monitor_mode="error" forbids compilation once vLLM's own is done
-        adapter.compile_kernels()
-        adapter.check_kernels()
+    engine = _engine_of(self)
+    if engine is not None:  # first: jit_monitor_mode="error" forbids compilation once vLLM's own is done
+        engine.compile_kernels()
+        engine.check_kernels()
     with _warming_up(self):
         result = original(self, *args, **kwargs)
-    if adapter is not None:
-        adapter.load_history()
+    if engine is not None:
+        engine.load_history()
     return result
 
 
 def shutdown_wrapper(original: Callable[..., None], self: Any) -> None:
     """Write what has ended. A process that was forked by multiprocessing runs no exit handlers."""
-    adapter = _adapter_of(vars(self).get("worker"))
+    engine = _engine_of(vars(self).get("worker"))
     try:
-        if adapter is not None:
-            adapter.close()
+        if engine is not None:
+            engine.close()
     finally:
         original(self)
 
@@ -293,16 +294,16 @@ def add_command(module: Any) -> None:
     """Give vLLM's workers the method `rollout_spec`, for `llm.collective_rpc`. Takes vLLM's module, and no method."""
 
     def rollout_spec(self: Any, command: str, *args: Any) -> Any:
-        """Run a command of the runner's adapter: `llm.collective_rpc("rollout_spec", args=("stats",))`."""
+        """Run a command of the worker's engine: `llm.collective_rpc("rollout_spec", args=("stats",))`."""
         from rollout_spec.integrations.vllm.commands import run_command  # imports torch
 
-        adapter = _adapter_of(self)
-        if adapter is None:
+        engine = _engine_of(self)
+        if engine is None:
             raise RuntimeError(
                 "this engine runs without rollout_spec: build it with rollout_spec.engine_kwargs(), and check that "
                 "the VLLM_PLUGINS environment variable, if set, contains rollout_spec"
             )
-        return run_command(adapter, command, *args)
+        return run_command(engine, command, *args)
 
     module.WorkerBase.rollout_spec = rollout_spec
 
@@ -311,7 +312,7 @@ def add_command(module: Any) -> None:
 
 
 def init_runner(original: Callable[..., None], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-    """Give a model runner its adapter, and compile what the engine will call on the host."""
+    """Give a model runner our engine, and compile what the engine will call on the host."""
     self.rollout_spec = None
     config = config_of(vllm_config)
     original(self, vllm_config, *args, **kwargs)
@@ -322,17 +323,17 @@ def init_runner(original: Callable[..., None], self: Any, vllm_config: Any, *arg
 
     warm_up(config, device=self.device, log=say)
     if vllm_config.use_v2_model_runner:
-        from rollout_spec.integrations.vllm.runner_v2 import RunnerAdapterV2
+        from rollout_spec.integrations.vllm.engine_v2 import EngineV2
 
-        self.rollout_spec = RunnerAdapterV2(self, config)
+        self.rollout_spec = EngineV2(self, config)
     else:
-        from rollout_spec.integrations.vllm.runner_v1 import RunnerAdapterV1
+        from rollout_spec.integrations.vllm.engine_v1 import EngineV1
 
-        self.rollout_spec = RunnerAdapterV1(self, config)
+        self.rollout_spec = EngineV1(self, config)
 
 
 def execute_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Tell the adapter before a step and once the model has run."""
+    """Tell our engine before a step and once the model has run."""
     if self.rollout_spec is None:
         return original(self, *args, **kwargs)
     try:
@@ -341,6 +342,7 @@ def execute_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
         result = original(self, *args, **kwargs)
         self.rollout_spec.on_forward()
     except Exception as error:
+        self.rollout_spec.on_error()
         end_if_unheard(self.vllm_config, error)
         raise
     return result
@@ -387,10 +389,10 @@ def init_speculator_v2(original: Callable[..., Any], vllm_config: Any, device: A
     if has_model_drafter(vllm_config):
         from rollout_spec.integrations.vllm.hybrid import make_model_speculator
 
-        return make_model_speculator(original(vllm_config, device, *args), vllm_config, device)
-    from rollout_spec.integrations.vllm.device import DeviceSpeculator
+        return make_model_speculator(original(vllm_config, device, *args))
+    from rollout_spec.integrations.vllm.engine_v2 import SpeculatorFace
 
-    return DeviceSpeculator(vllm_config, device)
+    return SpeculatorFace(vllm_config)
 
 
 def initialize_kv_cache_v2(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -401,5 +403,42 @@ def initialize_kv_cache_v2(original: Callable[..., Any], self: Any, *args: Any, 
     from rollout_spec.integrations.vllm.adaptive import with_adaptive_verification
 
     result = with_adaptive_verification(self, initialize)
+    self.rollout_spec.on_kv_cache()
     graphs.choose_graphs(self)
+    return result
+
+
+def upload_input_v2(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Leave out what is written where drafts are cut. A function of vLLM's module, and no method."""
+    # Engines that cut drafts have imported it.
+    cutting = sys.modules.get("rollout_spec.integrations.vllm.cutting")
+    return original(*args, **kwargs) if cutting is None else cutting.upload_input(original, *args, **kwargs)
+
+
+def rows_v2(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Give what is written where drafts are cut. A function of vLLM's module, and no method."""
+    cutting = sys.modules.get("rollout_spec.integrations.vllm.cutting")
+    return original(*args, **kwargs) if cutting is None else cutting.rows_of(original, *args, **kwargs)
+
+
+def copy_to_host_v2(original: Callable[..., Any], tensor: Any) -> Any:
+    """Copy all of a step's output where vLLM asks for a part of it. A function of vLLM's module, and no method."""
+    buffer, on_host = getattr(tensor, "copy_of_step", (None, None))
+    if buffer is None:
+        return original(tensor)
+    buffer.copy()
+    return on_host
+
+
+def get_output_v2(original: Callable[..., Any], self: Any) -> Any:
+    """Count a step once vLLM has read its output."""
+    when_read = getattr(self.sampler_output, "when_read", None)
+    if when_read is None:
+        return original(self)
+    try:
+        result = original(self)
+    except Exception:
+        when_read(is_sound=False)
+        raise
+    when_read()
     return result

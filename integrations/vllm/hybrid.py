@@ -16,8 +16,7 @@ import torch
 
 from rollout_spec.drafters.device.choice import DeviceChoice
 from rollout_spec.integrations.vllm import compat
-from rollout_spec.integrations.vllm.config import config_of
-from rollout_spec.integrations.vllm.device import DeviceSpeculator
+from rollout_spec.integrations.vllm.engine_v2 import EngineV2
 from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank
 from rollout_spec.transfers import HostCopy
 from rollout_spec.verify import kernel
@@ -61,12 +60,11 @@ class ModelWatch:
             )
 
 
-def make_model_speculator(inner: Any, vllm_config: Any, device: torch.device) -> Any:
+def make_model_speculator(inner: Any) -> Any:
     """vLLM's speculator `inner` as one of ours: of a class made from vLLM's, as vLLM's runner asks for that."""
     joint: Any = type(f"Coupled{type(inner).__name__}", (ModelSpeculator, type(inner)), {})
     speculator = joint.__new__(joint)
     speculator.__dict__ = inner.__dict__
-    speculator.take_over(vllm_config, device)
     return speculator
 
 
@@ -74,37 +72,29 @@ class ModelSpeculator:
     """What is put before the class of vLLM's speculator.
 
     Attributes:
-        session: Drafts from history, and is what the engine's commands ask.
         num_speculative_tokens: K, the most tokens drafted per request and step.
         num_speculative_steps: vLLM's name for how many tokens the model drafts.
         draft_token_confidence_probs: float32 [B, K], for vLLM's adaptive verification.
     """
 
-    def take_over(self, vllm_config: Any, device: torch.device) -> None:
-        """Called once, in place of a constructor."""
-        config = config_of(vllm_config)
-        assert config is not None
+    def attach(self, engine: EngineV2) -> None:
+        """Called when the engine is made, in place of a constructor."""
+        config, session, device = engine.config, engine.session, engine.confidences.device
+        assert session is not None
+        self._engine = engine
         self.num_speculative_tokens = config.max_draft_tokens
         self.num_speculative_steps = config.num_model_draft_tokens
-        self.session = DeviceSpeculator(vllm_config, device)
-        self.session.keeps_rates = True
         self._has_room = self.num_speculative_steps < self.num_speculative_tokens
-        self.session.num_given_tokens = self.num_speculative_steps if self._has_room else 0
         self._is_coupled = config.verify == "sample"
-        num_requests = vllm_config.scheduler_config.max_num_seqs
-        self._probabilities = torch.ones(num_requests, self.num_speculative_tokens, dtype=torch.float32, device=device)
-        self.draft_token_confidence_probs = torch.zeros_like(self._probabilities)
+        num_requests = engine.confidences.shape[0]
+        self._probabilities = torch.ones_like(engine.confidences)
+        self.draft_token_confidence_probs = engine.confidences
         self._choice = DeviceChoice(num_requests, config.max_draft_tokens, self.num_speculative_steps, device)
-        self.session.choice = self._choice
+        session.choice, self._drafter = self._choice, session.drafter
         self._watch = ModelWatch()
+        self._runner = engine._runner
         # Ranks round sums differently, and must choose the same draft.
-        self._from_first_rank = broadcasting_from_first_rank(vllm_config, device)
-        self._runner: Any = None
-
-    def bind(self, runner: Any) -> None:
-        """Give the speculator the runner it serves."""
-        self._runner = runner
-        self.session.bind(runner)
+        self._from_first_rank = broadcasting_from_first_rank(self._runner.vllm_config, device)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """As vLLM's. The first of the model's passes reads as many tokens as the target's, of which there are K + 1."""
@@ -172,15 +162,19 @@ class ModelSpeculator:
             num_model = kwargs["num_speculative_tokens"] = min(num_model, kwargs["num_speculative_tokens"])
         state = input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, *args
         model = super().propose(*state, dummy_run=dummy_run, **kwargs)  # type: ignore[misc]
-        history = self.session.propose(*state, dummy_run=dummy_run, **kwargs)
-        if not self.session.enabled:
-            self.draft_token_confidence_probs[: input_batch.num_reqs] = 0
-            return history
-        num_requests = input_batch.num_reqs
-        slots = input_batch.idx_mapping
-        temperature = self._runner.sampler.sampling_states.temperature.gpu
-        if dummy_run or self._runner.rollout_spec.warming_up:  # nothing is sampled; compiles what will be called
+        num_requests, slots, engine = input_batch.num_reqs, input_batch.idx_mapping, self._engine
+        session = engine.session
+        assert session is not None
+        if dummy_run or engine.warming_up:  # nothing is sampled; compiles what will be called
             num_sampled = torch.zeros(num_requests, dtype=torch.int32, device=slots.device)
+            num_given = self.num_speculative_steps if self._has_room else 0
+            history = engine.propose_made_up(input_batch, num_given_tokens=num_given)
+        else:
+            history = engine.draft(input_batch, num_sampled) or engine.no_drafts(num_requests)
+        if not session.enabled:
+            self.draft_token_confidence_probs[:num_requests] = 0
+            return history[0]
+        temperature = self._runner.sampler.sampling_states.temperature.gpu
         chosen = self._choose(slots, num_sampled, temperature, history, model[:, :num_model])
         return self._from_first_rank(chosen)
 
@@ -189,13 +183,13 @@ class ModelSpeculator:
         slots: torch.Tensor,
         num_sampled: torch.Tensor,
         temperature: torch.Tensor,
-        history: torch.Tensor,
+        history: tuple[torch.Tensor, torch.Tensor],
         model: torch.Tensor,
     ) -> torch.Tensor:
         """The better draft for each request, int64 [B, K]. A model's draft that has room is continued by history.
 
         Args:
-            history: int64 [B, K].
+            history: Its drafts and their rates, int64 and float32 [B, K].
             model: int64 [B, M].
         """
         states, (num_requests, num_model) = self._runner.req_states, model.shape
@@ -205,14 +199,14 @@ class ModelSpeculator:
             states.all_token_ids.gpu,
             states.total_len.gpu,
             temperature,
-            (history, self.session.draft_token_confidence_probs),
+            history,
             (model, self._probabilities),
         )
         self._watch.step(self._choice.counts)
         # By `num_speculative_tokens_per_batch_size` a step may verify fewer tokens than the model can draft.
         if self._has_room and num_model == self.num_speculative_steps:
             seeds = self._runner.sampler.sampling_states.seeds.gpu
-            rest = self.session.drafter.continue_drafts(slots, is_model, model, seeds, temperature)
+            rest = self._drafter.continue_drafts(slots, is_model, model, seeds, temperature)
             for values, continued in zip((drafts, rates), rest, strict=True):
                 values[:, num_model:] = torch.where(is_model[:, None] > 0, continued, values[:, num_model:])
         self.draft_token_confidence_probs[:num_requests] = rates

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,65 @@ def needs_processing(params: Any) -> bool:
         or params.top_p < 1
         or params.min_p > 0
     )
+
+
+class Asked(NamedTuple):
+    """What the requests of a step of the V2 runner ask of sampling."""
+
+    slots: NDArray[np.integer]
+    """integer [B]"""
+    is_below_min_tokens: bool
+    is_processed: bool
+    """vLLM's own processors come before the verifier."""
+    num_logprobs: int
+    """Most probable tokens besides the sampled one; -1: nothing is scored."""
+    num_custom_ids: int
+    """Tokens that requests name to be scored, at most."""
+    scored_here: bool
+    """By the verifier; where other tokens than the sampled one are scored, by vLLM's code."""
+
+
+class AskedOfSlots:
+    """What the requests in the slots of a V2 runner ask of sampling.
+
+    Args:
+        sampler: vLLM's `Sampler`.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._own_processors = any(not type(p).__module__.startswith("vllm.") for p in sampler.logits_processors)
+        self._needs_vllm: NDArray[np.bool_] = np.zeros(sampler.sampling_states.max_num_reqs, bool)
+        self._min_tokens: NDArray[np.int64] = np.zeros(self._needs_vllm.size, np.int64)
+        self._num_steps: NDArray[np.int64] = np.zeros(self._needs_vllm.size, np.int64)
+        """A lower bound on each request's output tokens: counted only in steps in which a request is below its
+        `min_tokens`, and from 0 again after a preemption."""
+        self._last: Asked | None = None  # for another step of the same requests
+
+    def add(self, slot: int, params: Any) -> None:
+        """A request begins."""
+        self._needs_vllm[slot] = self._own_processors or needs_processing(params)
+        self._min_tokens[slot], self._num_steps[slot] = params.min_tokens, 0
+        self._last = None
+
+    def of(self, slots: NDArray[np.integer]) -> Asked:
+        """What a batch asks. slots: integer [B]."""
+        if self._last is not None and np.array_equal(self._last.slots, slots):
+            return self._last
+        is_below = self._num_steps[slots] < self._min_tokens[slots]
+        is_processed = bool((self._needs_vllm[slots] | is_below).any())
+        num_logprobs = self._sampler.sampling_states.max_num_logprobs(slots)
+        num_custom_ids = self._sampler.logprob_token_ids_state.max_num_token_ids(slots)
+        scored_here = not num_custom_ids and verifier_scores(self._sampler.logprobs_mode, num_logprobs, is_processed)
+        asked = Asked(slots.copy(), bool(is_below.any()), is_processed, num_logprobs, num_custom_ids, scored_here)
+        self._last = None if asked.is_below_min_tokens else asked  # who is no longer below stays so
+        return asked
+
+    def sampled(self, asked: Asked, batch: Any) -> None:
+        """A step of `asked` has sampled, but for prompts that it has not read to their end."""
+        if asked.is_below_min_tokens:
+            num_read = batch.num_computed_tokens_np + batch.num_scheduled_tokens
+            self._num_steps[asked.slots] += num_read >= batch.prefill_len_np
 
 
 def truncate(

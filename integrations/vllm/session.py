@@ -52,7 +52,6 @@ class Session:
         num_speculative_tokens: K, the most tokens drafted per request and step.
         enabled: Whether drafts are made. History grows also while they are not.
         is_drafter_alive: Whether history grows: False once a drafter on the host has raised.
-        enable_adaptive_verification: Whether vLLM cuts drafts on the device, by its name for it.
     """
 
     drafter: Any
@@ -65,7 +64,6 @@ class Session:
     num_speculative_tokens: int
     enabled: bool = True
     is_drafter_alive: bool = True
-    enable_adaptive_verification: bool = False
 
     def start_requests(self, requests: Iterable[Any]) -> None:
         """Requests were scheduled for the first time, in V2 also after a preemption, or with a longer prompt.

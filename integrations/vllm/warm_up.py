@@ -84,6 +84,8 @@ def warm_up_kernels(
     device: torch.device,
     logprobs_mode: str,
     hidden: tuple[int, torch.dtype] | None = None,
+    step: Any = None,
+    memory: Any = None,
 ) -> None:
     """Compile every variant of the verifier's kernels that an engine may launch, or load them from Triton's cache.
 
@@ -94,12 +96,13 @@ def warm_up_kernels(
         dtype: Of the model's logits.
         logprobs_mode: The engine's.
         hidden: Size and dtype of the model's hidden states, where features are wanted.
+        step, memory: Where V2's steps are written; see `kernel.verify_rows`. None: V1's.
     """
     from rollout_spec.verify import kernel
 
     zeros, starts = (torch.arange(size, dtype=torch.int32, device=device) for size in (1, 2))
-    # V2's layout; V1's is compiled below.
-    kernel.gather_layout(zeros, zeros.long(), zeros, starts, zeros, zeros, zeros.float(), zeros.long())
+    if step is not None:  # V1's layout is compiled below
+        kernel.gather_layout(zeros, zeros.long(), zeros, starts, zeros, zeros, zeros.float(), zeros.long(), memory)
     # Triton tells strides and sizes apart that 16 divides. vLLM cuts logits off a matrix of padded width.
     padded_size = -(-vocab_size // 64) * 64
     drafted = (0, config.max_draft_tokens) if config.speculation else (0,)
@@ -122,6 +125,8 @@ def warm_up_kernels(
             logprobs_mode=mode,
             hidden=None if hidden is None else torch.zeros(rows, hidden[0], dtype=hidden[1], device=device),
             max_draft_tokens=num_drafts,
+            step=step,
+            memory=memory,
         )
 
 

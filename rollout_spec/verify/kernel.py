@@ -72,6 +72,50 @@ DOMAIN_TARGET, DOMAIN_ACCEPT = tl.constexpr(noise.DOMAIN_TARGET), tl.constexpr(n
 DOMAIN_RESIDUAL = tl.constexpr(noise.DOMAIN_RESIDUAL)
 
 
+class StepOutput(NamedTuple):
+    """Where vLLM's V2 runner wants what a verification gives, in its dtypes: 0 stands for the placeholder.
+
+    Tensors may be longer.
+    """
+
+    output: Tensor
+    """int64 [B * width]"""
+    targets: Tensor
+    """int64 [N]"""
+    logprobs: Tensor
+    """float32 [N]"""
+    ranks: Tensor
+    """int64 [N]"""
+    num_broken: Tensor
+    """int32 [B]"""
+    num_sampled: Tensor
+    """int32 [B]: 0 for a chunk of a prompt without its end, otherwise accepted drafts and one."""
+    num_rows: Tensor
+    """int32 [B]"""
+    num_rejected: Tensor
+    """int32 [B]: drafted tokens; 0 for a chunk of a prompt."""
+    seq_lens: Tensor
+    """int32 [B], read: each request's tokens, the step's included."""
+    slots: Tensor
+    """integer [B], read."""
+    prefill_len: Tensor
+    """int32 [R], read: tokens that a request came with, by slot."""
+
+
+class Memory:
+    """Tensors that one stream's verifications write one after the other, so that a step allocates nothing."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, dtype: torch.dtype, size: int, device: torch.device) -> Tensor:
+        """At least `size` numbers, of one dimension. What a tensor of this name held is lost."""
+        kept = self._kept.get(name)
+        if kept is None or kept.shape[0] < size:
+            kept = self._kept[name] = torch.empty(next_power_of_2(size), dtype=dtype, device=device)
+        return kept
+
+
 class Parts(NamedTuple):
     """Partial results of the scan, [N, splits] each. Exponents are in units of ln 2."""
 
@@ -340,7 +384,7 @@ def _accept_kernel(
     mass_ptr,
     unscaled_high_ptr,
     unscaled_mass_ptr,
-    output_ptr,  # int32 [B, width], written, and all below
+    output_ptr,  # int32 [B, width], written, and all until `joined_mass_ptr`; int64 of a `StepOutput`
     num_accepted_ptr,  # int32 [B]
     num_broken_ptr,  # int32 [B]
     target_ptr,  # int64 [N]
@@ -348,6 +392,12 @@ def _accept_kernel(
     rank_ptr,  # int64 [N] or None: set to 0, for the rank kernel
     joined_high_ptr,  # float32 [N]: `Parts.high` and `Parts.mass` of whole rows
     joined_mass_ptr,
+    num_sampled_ptr,  # the last fields of `StepOutput`, or None
+    num_rows_ptr,
+    num_rejected_ptr,
+    seq_lens_ptr,
+    slots_ptr,
+    prefill_len_ptr,
     vocab_size,
     num_splits,
     width,
@@ -384,11 +434,19 @@ def _accept_kernel(
     token = tl.where(is_valid, token, PLACEHOLDER)
     num_accepted = tl.min(tl.where(accepted, WIDTH, j), axis=0)
     is_emitted = is_row & (j <= num_accepted)
-    tl.store(output_ptr + index * width + j, tl.where(is_emitted, token, PLACEHOLDER), mask=j < width)
+    NOTHING: tl.constexpr = PLACEHOLDER if num_sampled_ptr is None else 0
+    target = tl.where(is_emitted & is_valid, token, NOTHING)
+    tl.store(output_ptr + index * width + j, target.to(output_ptr.dtype.element_ty), mask=j < width)
     tl.store(num_accepted_ptr + index, num_accepted)
     tl.store(num_broken_ptr + index, tl.sum((is_emitted & (mass != mass)).to(tl.int32), axis=0))
-    target = tl.where(is_emitted, token, PLACEHOLDER)
-    if not REJECTION:  # which samples nothing after the first difference
+    if num_sampled_ptr is not None:
+        slot = tl.load(slots_ptr + index)
+        is_chunk = tl.load(seq_lens_ptr + index) < tl.load(prefill_len_ptr + slot)
+        num_sampled = tl.where(is_chunk, 0, num_accepted + 1)
+        tl.store(num_sampled_ptr + index, num_sampled)
+        tl.store(num_rows_ptr + index, num_rows)
+        tl.store(num_rejected_ptr + index, tl.where(is_chunk, 0, num_rows - num_sampled))
+    elif not REJECTION:  # which samples nothing after the first difference
         target = tl.where(after_difference != 0, token, target)
     tl.store(target_ptr + row, target.to(tl.int64), mask=is_row)
     tl.store(joined_high_ptr + row, high, mask=is_row)
@@ -517,6 +575,7 @@ def gather_layout(
     prefill_len: Tensor,
     temperature: Tensor,
     seeds: Tensor,
+    memory: Memory | None = None,
 ) -> Layout:
     """The layout of rows whose drafts were fed to the model as input tokens, as in vLLM's V2 model runner.
 
@@ -527,19 +586,28 @@ def gather_layout(
         request: integer [B], each request's index into the tensors that follow.
         prefill_len: int32 [R], tokens that a request came with.
         temperature, seeds: float32 and int64 [R].
+        memory: Where the layout is written; its tensors may be longer then. None: new ones.
     """
     # vLLM's dummy steps and its versions have other types here, for which the kernel would be compiled again.
     of_rows = logits_indices.long(), request.int(), prefill_len
     of_requests = positions, temperature, seeds, input_ids, None
-    return _lay_out(starts, logits_indices.shape[0], request.shape[0], *of_requests, *of_rows)
+    return _lay_out(starts, logits_indices.shape[0], request.shape[0], *of_requests, *of_rows, memory=memory)
 
 
-def _lay_out(starts: Tensor, num_rows: int, num_requests: int, *tensors: Tensor | None) -> Layout:
+def _lay_out(
+    starts: Tensor, num_rows: int, num_requests: int, *tensors: Tensor | None, memory: Memory | None = None
+) -> Layout:
     """Launch `_layout_kernel` with these tensors, from `positions_ptr` on."""
-    dtypes = torch.float32, torch.int64, torch.int64, torch.int32
-    layout = Layout(starts, *(torch.empty(num_rows, dtype=dtype, device=starts.device) for dtype in dtypes))
+    dtypes = {"temperature": torch.float32, "seed": torch.int64, "position": torch.int64, "draft": torch.int32}
+    new = memory or _new
+    layout = Layout(starts, *(new(name, dtype, num_rows, starts.device) for name, dtype in dtypes.items()))
     _launch_layout[(num_requests,)](*layout, *tensors, num_requests, BLOCK=16, num_warps=1)
     return layout
+
+
+def _new(name: str, dtype: torch.dtype, size: int, device: torch.device) -> Tensor:
+    """In place of `Memory`."""
+    return torch.empty(size, dtype=dtype, device=device)
 
 
 def verify_rows(
@@ -552,25 +620,34 @@ def verify_rows(
     hidden: Tensor | None = None,
     after_difference: bool = False,
     max_draft_tokens: int,
+    step: StepOutput | None = None,
+    memory: Memory | None = None,
 ) -> VerifyResult:
-    """See `rollout_spec.verify.api.verify_rows`."""
+    """See `rollout_spec.verify.api.verify_rows`.
+
+    Args:
+        step: Where the result is written, for vLLM's V2 runner.
+        memory: Where all else is. None: new tensors.
+    """
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     num_rows, vocab_size = logits.shape
     num_requests, width = layout.starts.shape[0] - 1, max_draft_tokens + 1
     is_raw, is_rejection = logprobs_mode == "raw_logprobs", method == "rejection"
 
-    # One allocation each: slices of one would have other alignments, for which Triton compiles the kernel again.
-    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=logits.device)
+    # One tensor each: slices of one would have other alignments, for which Triton compiles the kernel again.
+    new = memory or _new
 
-    num_groups = cdiv(num_rows, ROWS)
+    def empty(name: str, dtype: torch.dtype, size: int) -> Tensor:
+        return new(name, dtype, size, logits.device)
+
+    num_groups, num_tiles = cdiv(num_rows, ROWS), cdiv(vocab_size, BLOCK)
     tokens_per_split, num_splits = _split(vocab_size, num_groups)
-    score, token, high, mass = (
-        empty(dtype, num_rows, num_splits) for dtype in (torch.float32, torch.int32, torch.float32, torch.float32)
-    )
-    unscaled = [empty(torch.float32, num_rows, num_splits) for _ in range(2)] if is_raw else [high, mass]
+    num_parts = num_rows * num_splits
+    score, token = empty("score", torch.float32, num_parts), empty("token", torch.int32, num_parts)
+    high, mass = empty("high", torch.float32, num_parts), empty("mass", torch.float32, num_parts)
+    unscaled = [empty(f"unscaled {i}", torch.float32, num_parts) for i in range(2)] if is_raw else [high, mass]
     parts = Parts(score, token, high, mass, *unscaled)
-    tile_max = empty(torch.float32, num_groups, cdiv(vocab_size, BLOCK), ROWS)
+    tile_max = empty("tile_max", torch.float32, num_groups * num_tiles * ROWS)
     _launch_scan[(num_groups, num_splits)](
         logits,
         logits.stride(0),
@@ -588,13 +665,18 @@ def verify_rows(
         maxnreg=MAX_REGISTERS,
     )
 
-    output = empty(torch.int32, num_requests, width)
-    num_accepted, num_broken = empty(torch.int32, num_requests), empty(torch.int32, num_requests)
-    targets = empty(torch.int64, num_rows)
-    logprobs = ranks = features = None
-    if logprobs_mode is not None:
-        logprobs, ranks = empty(torch.float32, num_rows), empty(torch.int64, num_rows)
-    joined = empty(torch.float32, num_rows), empty(torch.float32, num_rows)
+    num_accepted = empty("num_accepted", torch.int32, num_requests)
+    features = logprobs = ranks = None
+    if step is None:
+        output = torch.empty(num_requests, width, dtype=torch.int32, device=logits.device)
+        num_broken, targets = empty("broken", torch.int32, num_requests), empty("targets", torch.int64, num_rows)
+        if logprobs_mode is not None:
+            logprobs, ranks = empty("logprobs", torch.float32, num_rows), empty("ranks", torch.int64, num_rows)
+    else:
+        output, targets, *scores, num_broken = step[:5]
+        if logprobs_mode is not None:
+            logprobs, ranks = scores
+    joined = [empty(f"joined {i}", torch.float32, num_rows) for i in range(2)]
     padded_width = next_power_of_2(width)
     _launch_accept[(num_requests,)](
         logits,
@@ -609,6 +691,7 @@ def verify_rows(
         logprobs,
         ranks,
         *joined,
+        *((None,) * 6 if step is None else step[5:]),
         vocab_size,
         num_splits,
         width,
@@ -636,7 +719,7 @@ def verify_rows(
             num_warps=1,
         )
     if hidden is not None:
-        features = empty(torch.int64, num_rows, format.FEATURE_WORDS)
+        features = empty("features", torch.int64, num_rows * format.FEATURE_WORDS).view(-1, format.FEATURE_WORDS)
         _launch_features[(num_requests, width)](
             logits,
             logits.stride(0),
@@ -648,7 +731,7 @@ def verify_rows(
             *joined,
             features,
             vocab_size,
-            TILES=next_power_of_2(tile_max.shape[1]),
+            TILES=next_power_of_2(num_tiles),
             ROWS=ROWS,
             BLOCK=BLOCK,
         )

@@ -56,6 +56,10 @@ class Layout(NamedTuple):
         """The same for logits that have been divided by their temperature: it is 1 then, or 0."""
         return self._replace(temperature=(self.temperature >= GREEDY_TEMPERATURE).float())
 
+    def of(self, num_rows: int) -> Layout:
+        """Of tensors that are longer than there are rows, the rows."""
+        return Layout(self.starts, *(tensor[:num_rows] for tensor in self[1:]))
+
     def places(self) -> tuple[Tensor, Tensor]:
         """(request of the batch, place among its rows) of each row, int64 [N]."""
         return places(self.starts, self.draft.shape[0])

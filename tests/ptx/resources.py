@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -28,9 +29,13 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from rollout_spec import RolloutSpecConfig
 from rollout_spec.drafters.device.choice import DeviceChoice
 from rollout_spec.drafters.device.drafter import DeviceDrafter
+from rollout_spec.integrations.vllm.cutting import Cut
 from rollout_spec.integrations.vllm.warm_up import warm_up_kernels
+from rollout_spec.launches import Launcher
+from rollout_spec.verify import kernel
 from tests.emulation import run_kernels
 
+STEP_DTYPES = torch.int64, torch.float32, torch.int32
 RECORDED = Path(__file__).with_name("resources.json")
 K, MODEL_LEN, CPU = 7, 32_768, torch.device("cpu")
 SHARED_BYTES = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
@@ -48,18 +53,26 @@ def start(*, vocab_size, mode, verify="sample", features=False, max_num_seqs=0, 
     """Launch what an engine launches before it serves; without `max_num_seqs`, drafts come from the host."""
     config, hidden = RolloutSpecConfig(num_speculative_tokens=K, verify=verify), (3584, torch.bfloat16)
     of_model = {"vocab_size": vocab_size, "dtype": torch.bfloat16, "logprobs_mode": mode}
-    warm_up_kernels(config, device=CPU, hidden=hidden if features else None, **of_model)
+    hidden = hidden if features else None
     if not max_num_seqs:
+        warm_up_kernels(config, device=CPU, hidden=hidden, **of_model)
         return
+    longs, floats, ints = (torch.zeros(max_num_seqs * (K + 1), dtype=dtype) for dtype in STEP_DTYPES)
+    step = kernel.StepOutput(longs, longs, floats, longs, *[ints] * 7)
+    warm_up_kernels(config, device=CPU, hidden=hidden, **of_model, step=step, memory=kernel.Memory())
     sizes = {"max_requests": max_num_seqs, "max_model_len": MODEL_LEN, "max_live_tokens": 1 << 22}
     drafter = DeviceDrafter(**sizes, device=CPU, max_draft_tokens=K, features=features)
     texts, total_len = torch.zeros(max_num_seqs, MODEL_LEN).int(), torch.zeros(max_num_seqs).int()
     seeds, temperature = total_len.long(), total_len.float()
-    drafter.warm_up(torch.int32, texts, total_len, seeds, temperature, num_model_tokens)
+    tables = None if num_model_tokens else (longs.view(-1, K + 1), floats.view(-1, K + 1))
+    drafter.warm_up(torch.int32, texts, total_len, seeds, temperature, num_model_tokens, tables)
     if num_model_tokens:
         none, *drafts = torch.zeros(1).int(), torch.zeros(1, K), torch.zeros(1, num_model_tokens)
         choice = DeviceChoice(max_num_seqs, K, num_model_tokens, CPU)
         choice.choose(none, none, texts, total_len, temperature, *((rates.long(), rates) for rates in drafts))
+    else:
+        cut = Cut(torch.zeros(max_num_seqs, K), torch.zeros(max_num_seqs + 1).int())
+        cut(torch.zeros(1).int(), np.array([[0], [1]], np.int32), 0)
 
 
 def launched_by(engine) -> dict[tuple[str, ...], tuple[ASTSource, dict]]:
@@ -77,6 +90,7 @@ def launched_by(engine) -> dict[tuple[str, ...], tuple[ASTSource, dict]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", note)
+        patch.setattr(Launcher, "__getitem__", lambda self, grid: self.kernel[grid])
         start(**engine)
     return variants
 

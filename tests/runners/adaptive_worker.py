@@ -2,8 +2,6 @@
 
 from contextlib import ExitStack
 
-from rollout_spec.integrations.vllm.host_time import HostTime
-from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from tests.runners import adaptive
 
 FOR_GOOD = ExitStack()
@@ -18,9 +16,8 @@ class Extension:
 
     def let_the_device_wait(self):
         runner = self.model_runner
-        share = sharing_from_first_rank(runner.vllm_config)
-        self.host_time = HostTime(runner.adaptive_verification, runner.step_timing, share, lambda: True)
-        self.host_time.device_waits = lambda: True
+        runner.adaptive_verification.host_time._device_waits = lambda: True
+        runner.rollout_spec.time_the_host()
 
     def host_milliseconds(self):
-        return self.host_time.milliseconds
+        return self.model_runner.adaptive_verification.host_time.milliseconds

@@ -25,6 +25,7 @@ from tests.integrations.engines import (
     prompts_of,
     rollouts_of,
     runner_of,
+    session_of,
     stats_of,
 )
 from tests.runners.adaptive import schedule_of
@@ -40,7 +41,7 @@ def build_on_device(model, *, budget=False, **engine):
 
 
 def drafter_of(llm):
-    return runner_of(llm).speculator.drafter
+    return session_of(llm).drafter
 
 
 def test_texts_have_room_before_they_need_it(tiny_model, monkeypatch):
@@ -72,14 +73,14 @@ def test_texts_have_room_before_they_need_it(tiny_model, monkeypatch):
 
 def lengths_of_drafts(llm):
     """A list that gets the number of verified draft tokens of each request, for each step."""
-    lengths, sampler = [], runner_of(llm).sampler
-    original = sampler._book
+    lengths, engine = [], runner_of(llm).rollout_spec
+    original = engine.sample
 
-    def book(input_batch, layout, result):
-        lengths.append((np.diff(input_batch.cu_num_logits_np) - 1).tolist())
-        return original(input_batch, layout, result)
+    def sample(logits, batch, *args):
+        lengths.append((np.diff(batch.cu_num_logits_np) - 1).tolist())
+        return original(logits, batch, *args)
 
-    sampler._book = book
+    engine.sample = sample
     return lengths
 
 
@@ -102,7 +103,7 @@ def test_slots_follow_the_batch_size(tiny_model, off, reference_model):
     lengths = lengths_of_drafts(llm)
     drafter, drafted = drafter_of(llm), []
     propose = drafter.propose
-    drafter.propose = lambda slots, *args: drafted.append(slots.numel()) or propose(slots, *args)
+    drafter.propose = lambda slots, *args, **into: drafted.append(slots.numel()) or propose(slots, *args, **into)
     params = mixed_params(5, 6, temperature=1.0, ignore_eos=True, **{**PLAIN, "max_tokens": 10})
     for i, p in enumerate(params):
         p.max_tokens = 6 + 3 * i

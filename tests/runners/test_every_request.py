@@ -308,7 +308,7 @@ def test_what_frameworks_send_stays_on_the_fast_path(engines, off, reference_mod
     spied = [(runner.rollout_spec, "_process", processed), (runner.sampler, "gather_logprobs", scored)]
     if IS_V2:
         module = sys.modules[type(runner.sampler).__module__]
-        spied = [(runner.sampler, "_process", processed), (module, "scaled", scored)]
+        spied = [(runner.rollout_spec, "_process", processed), (module, "scaled", scored)]
     for owner, function, calls in spied:
         original = getattr(owner, function)
         monkeypatch.setattr(owner, function, lambda *args, c=calls, f=original: c.append(1) or f(*args))

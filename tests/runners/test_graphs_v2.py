@@ -52,6 +52,7 @@ def captured(tiny_model, monkeypatch):
         runner = SimpleNamespace(
             attn_groups=[[group]], model_state=model_state, vllm_config=config, decode_query_len=width,
             speculator=SimpleNamespace(), sampler=SimpleNamespace(),
+            rollout_spec=SimpleNamespace(on_kv_cache=lambda: None),
         )  # fmt: skip
 
         def initialize_kv_cache(runner):

@@ -24,8 +24,7 @@ WAITS = {
 from memory that is not pinned."""
 MEANT = {
     ("archive.py", "arrive"): "a rollout's copy, once it has arrived",
-    ("transfers.py", "read"): "counts that have arrived",
-    ("runner_v2.py", "_process"): "vLLM has these lengths on the host",
+    ("engine_v2.py", "_process"): "vLLM has these lengths on the host",
 }
 """Where our code reads what is on the host."""
 

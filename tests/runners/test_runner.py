@@ -27,8 +27,8 @@ def test_an_engine_has_its_runner(tiny_model):
     for options in BOTH:
         llm = build(tiny_model, max_num_seqs=4, max_num_batched_tokens=24, **options)
         runner = runner_of(llm)
-        assert type(runner.rollout_spec).__name__ == ("RunnerAdapterV2" if IS_V2 else "RunnerAdapterV1")
-        assert not IS_V2 or type(runner.sampler).__name__ == "VerifyingSampler"
+        assert type(runner.rollout_spec).__name__ == ("EngineV2" if IS_V2 else "EngineV1")
+        assert not IS_V2 or type(runner.sampler).__name__ == "SamplerFace"
         generate(llm, mixed_params(3, 1, max_tokens=5, ignore_eos=True), [[1, *range(4, 24), 9]] * 3)
         emitted = stats_of(llm)["emitted_tokens"]
         if IS_V2 and options is not OFF:  # a step ahead of the host, which does not know where requests have ended

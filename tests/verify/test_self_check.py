@@ -109,10 +109,10 @@ def test_what_is_too_close_to_tell_is_no_fault(plant, method, token, is_close):
 @pytest.mark.parametrize(("is_sound", "on_another_rank"), [(True, False), (False, False), (True, True)])
 def test_an_engine_with_a_fault_does_not_start(is_sound, on_another_rank, monkeypatch, caplog):
     pytest.importorskip("vllm")
-    from rollout_spec.integrations.vllm import runner
+    from rollout_spec.integrations.vllm import engine as runner
 
     model = SimpleNamespace(get_vocab_size=lambda: VOCAB, head_dtype=torch.bfloat16, logprobs_mode="processed_logprobs")
-    adapter = object.__new__(runner.RunnerAdapter)
+    adapter = object.__new__(runner.Engine)
     adapter._runner = SimpleNamespace(device=torch.device("cuda"), vllm_config=SimpleNamespace(model_config=model))
     adapter.config = RolloutSpecConfig(num_speculative_tokens=K)
     monkeypatch.setattr(self_check, "find_fault", lambda device, **_: None if is_sound else "token of row 0")

@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import torch
@@ -105,6 +106,12 @@ device.sharing_from_first_rank = lambda vllm_config: None
 registry._run_in_subprocess = lambda inspect: inspect()  # another process would see no H100s
 
 
+def memory_of_tables(vllm_config, config):
+    """Bytes."""
+    runner = SimpleNamespace(vllm_config=vllm_config, device=torch.device("meta"))
+    return device.DeviceSession(config, runner).memory_bytes()
+
+
 def graphs_of(runner):
     """In words. Whole ones capture attention, too, and are for steps in which no request reads its prompt."""
     mode, captured = runner.compilation_config.cudagraph_mode.name, runner.cudagraph_manager._capture_descs
@@ -126,7 +133,7 @@ def describe(model, arguments):
     ranges = speculative.num_speculative_tokens_per_batch_size or [(1, 1, speculative.num_speculative_tokens)]
     how = "a budget" if config.drafts_on_host else "a schedule" if config.budget else "all"
     how = "adaptive" if runner.adaptive_verification else how
-    tables = device.DeviceSpeculator(vllm_config, torch.device("meta")).memory_bytes() if config.drafts_on_device else 0
+    tables = memory_of_tables(vllm_config, config) if config.drafts_on_device else 0
     return [
         f"drafter      {config.drafter}, up to {max(k for *_, k in ranges)} tokens, {tables / 2**20:.1f} MiB of tables",
         f"verification {how}, at most {shown_ranges(ranges)}",

@@ -14,7 +14,7 @@ from vllm import SamplingParams
 
 from rollout_spec import engine_kwargs
 from rollout_spec.config import PROPOSER_PATH, RolloutSpecConfig
-from rollout_spec.integrations.vllm import runner_v1, warm_up
+from rollout_spec.integrations.vllm import engine_v1, warm_up
 from rollout_spec.integrations.vllm.config import check_engine
 from rollout_spec.noise import host as noise
 from tests.distributions import matches_distribution
@@ -117,4 +117,4 @@ def test_a_worker_without_the_plugin():
         use_v2_model_runner=False,
     )
     with pytest.raises(RuntimeError, match="VLLM_PLUGINS"):
-        runner_v1.RolloutSpecProposer(config).load_model(None)
+        engine_v1.RolloutSpecProposer(config).load_model(None)

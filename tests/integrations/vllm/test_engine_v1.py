@@ -16,9 +16,9 @@ from vllm import SamplingParams
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 
 from rollout_spec import RolloutSpecConfig, transfers
-from rollout_spec.integrations.vllm import runner_v1
+from rollout_spec.integrations.vllm import engine_v1
 from rollout_spec.integrations.vllm.commands import run_command
-from rollout_spec.integrations.vllm.runner_v1 import RunnerAdapterV1
+from rollout_spec.integrations.vllm.engine_v1 import EngineV1
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.verify.api import verify_rows
 
@@ -58,8 +58,8 @@ class Runner:
             ),
         )
         self.sampler = SimpleNamespace(logprobs_mode="raw_logprobs")
-        with patch.object(runner_v1, "HostSession", lambda *args, **kwargs: session):
-            self.adapter = RunnerAdapterV1(self, RolloutSpecConfig(num_speculative_tokens=4))
+        with patch.object(engine_v1, "HostSession", lambda *args, **kwargs: session):
+            self.adapter = EngineV1(self, RolloutSpecConfig(num_speculative_tokens=4))
         self.schedule(drafts, targets, discarded)
 
     def schedule(self, drafts, targets, discarded=()):
@@ -141,10 +141,10 @@ def on_a_gpu(monkeypatch):
     def empty_like(tensor, device, pin_memory):
         return torch.empty(tensor.shape, dtype=tensor.dtype)
 
-    monkeypatch.setattr(runner_v1, "verify_rows", verify_on_device)
+    monkeypatch.setattr(engine_v1, "verify_rows", verify_on_device)
     monkeypatch.setattr(torch, "empty_like", empty_like)
     monkeypatch.setattr(transfers, "runs_later", lambda device: True)
-    monkeypatch.setattr(runner_v1, "upload", lambda values, device: torch.from_numpy(values))
+    monkeypatch.setattr(engine_v1, "upload", lambda values, device: torch.from_numpy(values))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(OnDevice, "waits", [])
 

@@ -1,8 +1,8 @@
-"""Speculation in vLLM's V1 model runner: the proposer that vLLM calls, and the adapter that takes over sampling.
+"""Speculation in vLLM's V1 model runner: the proposer that vLLM calls, and `EngineV1`, which owns a step.
 
-One engine step: vLLM runs the target over every scheduled token and hands the logits to `RunnerAdapterV1.sample`, which
+One engine step: vLLM runs the target over every scheduled token and hands the logits to `EngineV1.sample`, which
 verifies the drafts; after vLLM has recorded the sampled tokens it calls `RolloutSpecProposer.propose`, and so
-`RunnerAdapterV1.draft`, which tells the session what became of its drafts and what was sampled, and returns the next
+`EngineV1.draft`, which tells the session what became of its drafts and what was sampled, and returns the next
 drafts.
 """
 
@@ -24,8 +24,8 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.features import FEATURE_WORDS, Features
 from rollout_spec.integrations.vllm.config import say
+from rollout_spec.integrations.vllm.engine import Engine
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
-from rollout_spec.integrations.vllm.runner import RunnerAdapter
 from rollout_spec.integrations.vllm.sampling import (
     keep_broken,
     needs_processing,
@@ -75,10 +75,10 @@ class Verification(NamedTuple):
     features: Features  # [N, FEATURE_WORDS], or of length 0
 
 
-class RunnerAdapterV1(RunnerAdapter):
+class EngineV1(Engine):
     """Samples in place of vLLM's samplers, for one model runner.
 
-    Attributes: those of `RunnerAdapter`, and
+    Attributes: those of `Engine`, and
         session: A `HostSession`; None without speculation.
 
     Args:
@@ -101,13 +101,13 @@ class RunnerAdapterV1(RunnerAdapter):
         drafts = None if session is None else session.drafter
         self._drafter_wants_rejected = bool(getattr(drafts, "wants_rejected_targets", False))
         if isinstance(drafter, RolloutSpecProposer):
-            drafter.adapter = self
+            drafter.engine = self
         refuse_own_processors(processors)
 
-    def compile_kernels(self) -> None:
+    def compile_kernels(self, **buffers: Any) -> None:
         """On CPUs the verifier has no kernels."""
         if self._runner.device.type == "cuda":
-            super().compile_kernels()
+            super().compile_kernels(**buffers)
         self._compile_ranks()
 
     @torch.inference_mode()
@@ -393,21 +393,21 @@ class RolloutSpecProposer:
     """vLLM's `custom_class` proposer, which `speculative_config` names by path.
 
     Attributes:
-        adapter: Drafts. Set by itself.
+        engine: Drafts. Set by itself.
     """
 
-    adapter: RunnerAdapterV1 | None = None
+    engine: EngineV1 | None = None
 
     def __init__(self, vllm_config: Any) -> None:
-        """There is nothing to load: `RunnerAdapterV1` has the drafter."""
+        """There is nothing to load: `EngineV1` has the drafter."""
 
     def load_model(self, model: Any) -> None:
-        """Check that the plugin has given this its adapter.
+        """Check that the plugin has given this its engine.
 
         Raises:
             RuntimeError: the plugin is not loaded in this process.
         """
-        if self.adapter is None:
+        if self.engine is None:
             raise RuntimeError(
                 "the rollout_spec plugin is not loaded in this process, so drafts cannot be verified: check that the "
                 "VLLM_PLUGINS environment variable, if set, contains rollout_spec"
@@ -419,5 +419,5 @@ class RolloutSpecProposer:
         Args:
             sampled_token_ids: Per row, the tokens sampled in this step; empty for rows that are not drafted for.
         """
-        assert self.adapter is not None
-        return self.adapter.draft(np.array([bool(tokens) for tokens in sampled_token_ids], np.bool_))
+        assert self.engine is not None
+        return self.engine.draft(np.array([bool(tokens) for tokens in sampled_token_ids], np.bool_))

@@ -1,4 +1,4 @@
-"""What the adapters of vLLM's two model runners have in common."""
+"""What engines in vLLM's two model runners have in common."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollout_spec.stats import SpeculationStats
 from rollout_spec.verify.reference import prepare
 
 
-class RunnerAdapter:
+class Engine:
     """Stands between one of vLLM's model runners, whose hooks call it, and the engine's session.
 
     Attributes:
@@ -27,6 +27,7 @@ class RunnerAdapter:
         config: The engine's options.
         lora_paths: Of the LoRA adapters that were loaded, by a command or for a request, by vLLM's number.
         scheduled: vLLM's `SchedulerOutput` of this step.
+        is_cutting: Whether drafts are cut on the device, to those that pay.
         warming_up: Whether vLLM is running made-up requests to compile its kernels, which are ignored.
 
     Args:
@@ -35,6 +36,7 @@ class RunnerAdapter:
 
     scheduled: Any = None
     warming_up = False
+    is_cutting = False
 
     def __init__(self, runner: Any, config: RolloutSpecConfig, session: Session | None) -> None:
         self.session = session
@@ -54,15 +56,14 @@ class RunnerAdapter:
 
     def finish_counting(self) -> Any:
         """Count outcomes that are still on their way to the host: reading them at once would have made it wait."""
-        raise NotImplementedError
 
     @property
     def wants_features(self) -> bool:
         """Whether what the target sees is of use to the drafter."""
         return self._drafter_wants_features and self.session is not None and self.session.is_drafter_alive
 
-    def compile_kernels(self) -> None:
-        """Called before vLLM's own warm-up."""
+    def compile_kernels(self, **buffers: Any) -> None:
+        """Called before vLLM's own warm-up. buffers: Those of `kernel.verify_rows`."""
         model = self._runner.vllm_config.model_config
         warm_up_kernels(
             self.config,
@@ -71,6 +72,7 @@ class RunnerAdapter:
             device=self._runner.device,
             logprobs_mode=str(model.logprobs_mode),
             hidden=(model.get_hidden_size(), model.dtype) if self._drafter_wants_features else None,
+            **buffers,
         )
 
     def on_load(self) -> None:
@@ -135,6 +137,9 @@ class RunnerAdapter:
         if self.session is not None and not self.warming_up:
             self.session.start_requests(self.scheduled.scheduled_new_reqs)
             self.session.exchange_history()
+
+    def on_error(self) -> None:
+        """Called when a step has raised."""
 
     def load_history(self) -> None:
         """Take in the history of earlier runs. Called once the engine is built, before its first request."""

@@ -1,0 +1,437 @@
+"""An engine in vLLM's V2 model runner: `EngineV2` owns its steps; vLLM's sampler and speculator are faces of it.
+
+One step: vLLM prepares the inputs, the drafts among them, and runs the target over every scheduled token. It hands the
+logits to its sampler, so to `EngineV2.sample`, which verifies the drafts with Triton kernels; records the sampled
+tokens; and calls its speculator, so `EngineV2.propose`, which drafts for the next step. Nothing waits for the device,
+and what the host launches is as little as without speculation.
+
+vLLM keeps asynchronous scheduling for one of its own drafters without a model, `ngram_gpu`. An engine with the device
+drafter asks for that one (`hooks.complete_config`), and gets `SpeculatorFace` in its place. A model drafter beside
+history has a face of its own, in `hybrid.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.integrations.vllm import cutting
+from rollout_spec.integrations.vllm.device import DeviceSession
+from rollout_spec.integrations.vllm.draft_table import WRITTEN, DraftTable
+from rollout_spec.integrations.vllm.engine import Engine
+from rollout_spec.integrations.vllm.outputs import StepBuffer, StepBuffers
+from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
+from rollout_spec.integrations.vllm.sampling import Asked, AskedOfSlots, keep_broken, require_seed, scored_tokens
+from rollout_spec.transfers import runs_later
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, VerifyResult
+from rollout_spec.verify import kernel
+from rollout_spec.verify.reference import Layout, scaled
+
+
+class EngineV2(Engine):
+    """Samples and drafts in the steps of one V2 model runner.
+
+    Attributes: those of `Engine`, and
+        session: A `DeviceSession`; None without speculation.
+        confidences: float32 [R, K], the estimated probability that each drafted token is accepted once it is reached,
+            by slot: vLLM's own table where it cuts drafts by them.
+        asked: What its requests ask of sampling.
+    """
+
+    def __init__(self, runner: Any, config: RolloutSpecConfig) -> None:
+        session = None if runner.speculator is None else DeviceSession(config, runner)
+        super().__init__(runner, config, session)
+        self.session: DeviceSession | None = session
+        scheduler, k = runner.vllm_config.scheduler_config, config.max_draft_tokens if config.speculation else 0
+        num_ahead = runner.vllm_config.max_concurrent_batches
+        self._outputs = StepBuffers(scheduler.max_num_seqs, k + 1, runner.device, num_ahead, self.stats)
+        self._memory = kernel.Memory()
+        self._hidden: Tensor | None = None  # of the step's tokens
+        self._features: Tensor | None = None  # of the step's rows, until drafts are made
+        self._is_asynchronous = scheduler.async_scheduling
+        self._is_warm = False
+        self._index_dtype = torch.int32  # of vLLM's numbers of requests
+        if session is not None:
+            self.confidences = torch.zeros(scheduler.max_num_seqs, k, dtype=torch.float32, device=runner.device)
+            runner.speculator.attach(self)
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def sample(self, logits: Tensor, batch: Any, invalid_drafts: Tensor | None = None) -> SamplerOutput:
+        """Verify the scheduled drafts and sample what follows; a request without drafts has one row.
+
+        Args:
+            logits: float [N, vocabulary].
+            batch: vLLM's `InputBatch`.
+            invalid_drafts: bool [N], from vLLM 0.32 on: rows whose input is a draft that breaks the request's grammar.
+        """
+        is_serving = self.is_serving(batch.req_ids)
+        buffer = self._outputs.next() if is_serving else self._outputs.made_up
+        asked = self.asked.of(batch.idx_mapping_np)
+        slots = batch.idx_mapping.int()  # from vLLM 0.32 on they are int64, for which kernels would be compiled again
+        layout, processed = self._rows(batch, slots, invalid_drafts), logits
+        if asked.is_processed:
+            layout = layout.of(logits.shape[0])
+            processed = self._process(logits, batch, layout)
+            layout = layout.with_temperature_applied()
+        width = 1 + (self.config.max_draft_tokens if batch.num_draft_tokens > 0 else 0)
+        seen = kernel.verify_rows(
+            processed,
+            layout,
+            method=self.config.verify,
+            logprobs_mode=self._sampler.logprobs_mode if asked.scored_here else None,
+            hidden=self._hidden_of_rows(batch) if is_serving else None,
+            max_draft_tokens=width - 1,
+            step=buffer.step(batch.req_ids, batch.seq_lens, slots, self._runner.req_states.prefill_len.gpu),
+            memory=self._memory,
+        )
+        self._features = None if seen.features is None else seen.features[: logits.shape[0]]
+        logprobs = self._logprobs(asked, seen, logits, processed, batch, layout, buffer)
+        if is_serving:
+            self.asked.sampled(asked, batch)
+            self.clock.stop()
+        return self._as_vllm(batch, buffer, width, logits, logprobs)
+
+    def propose(self, batch: Any, num_sampled: Tensor) -> Tensor:
+        """Draft for the next step, once vLLM has recorded the sampled tokens: into its table of drafts.
+
+        Args:
+            batch: vLLM's `InputBatch`.
+            num_sampled: int32 [B], tokens of this step.
+        """
+        self.draft(batch, num_sampled, self._tables())
+        return WRITTEN
+
+    def draft(
+        self, batch: Any, num_sampled: Tensor, tables: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Show the drafter what was sampled, and let it draft.
+
+        Args:
+            tables: int64 and float32 [R, K]: where drafts and their rates go, by slot. None: new tensors [B, K].
+
+        Returns:
+            Drafts and rates; None where nothing is drafted now.
+        """
+        session, (features, self._features) = self.session, (self._features, None)
+        assert session is not None
+        session.reserve(batch.idx_mapping_np)
+        if features is not None:
+            features = self._from_first_rank(features)  # ranks round sums differently
+        texts, noise = self._state()
+        seen = features, batch.cu_num_logits[: batch.num_reqs]
+        if session.enabled and self.is_drafting():
+            return session.drafter.propose(batch.idx_mapping, num_sampled, *texts, *noise, *seen, tables=tables)
+        session.drafter.extend(batch.idx_mapping, *texts, num_sampled, *seen)
+        return None
+
+    def is_drafting(self) -> bool:
+        """Whether the next step verifies drafts, as the scheduler has said."""
+        scheduled = self.scheduled  # None before the first step
+        return scheduled is None or not self._is_asynchronous or scheduled.num_spec_tokens_to_schedule > 0
+
+    # -- what vLLM makes up ------------------------------------------------------------------------------------------
+
+    def is_serving(self, req_ids: Sequence[str]) -> bool:
+        """Whether a batch is of the step that was scheduled, and no made-up one."""
+        scheduled = self.scheduled
+        return not self.warming_up and scheduled is not None and req_ids[0] in scheduled.num_scheduled_tokens
+
+    def propose_made_up(self, batch: Any, *, num_given_tokens: int = 0) -> tuple[Tensor, Tensor]:
+        """Compile the drafter's kernels, and later let vLLM measure what they cost.
+
+        Args:
+            num_given_tokens: How many tokens of a model's drafts are continued.
+
+        Returns:
+            No drafts: int64 and float32 [B, K].
+        """
+        session, slots = self.session, batch.idx_mapping
+        assert session is not None
+        texts, noise = self._state()
+        if not self._is_warm:
+            self._is_warm, self._index_dtype = True, slots.dtype
+            session.drafter.warm_up(slots.dtype, *texts, *noise, num_given_tokens, tables=self._tables())
+        elif self.is_cutting:
+            nothing = torch.zeros_like(slots, dtype=torch.int32)
+            session.drafter.propose(slots, nothing, *texts, *noise, tables=self._tables())
+        return self.no_drafts(batch.num_reqs)
+
+    def no_drafts(self, num_requests: int) -> tuple[Tensor, Tensor]:
+        """Draft tokens 0 with rate 0, int64 and float32 [B, K]. New tensors each time: vLLM may write into them."""
+        rates = torch.zeros_like(self.confidences[:num_requests])
+        return rates.long(), rates
+
+    def compile_kernels(self, **buffers: Any) -> None:
+        zeros = torch.zeros(1, dtype=torch.int32, device=self._runner.device)
+        step = self._outputs.made_up.step([], zeros, zeros, self._runner.req_states.prefill_len.gpu)
+        super().compile_kernels(step=step, memory=self._memory)
+        if self.is_cutting:
+            self._runner.adaptive_verification.compile(self._index_dtype)
+
+    def on_error(self) -> None:
+        """A step has raised: its inputs are those of no later one."""
+        if self.is_cutting:
+            cutting.forget_step()
+
+    def on_kv_cache(self) -> None:
+        """Called when vLLM has decided whether drafts are cut on the device: lets `Cutting` do it."""
+        runner = self._runner
+        self.is_cutting = runner.adaptive_verification is not None
+        if not self.is_cutting:
+            return
+        share = sharing_from_first_rank(runner.vllm_config)
+        manager = cutting.Cutting(runner.adaptive_verification, share, self.is_drafting)
+        runner.adaptive_verification, self.confidences = manager, manager.confidences
+        if runs_later(runner.device):
+            self.time_the_host()
+
+    def time_the_host(self) -> None:
+        """Tell `Cutting` when forward passes are launched."""
+        timing, host_time = self._runner.step_timing, self._runner.adaptive_verification.host_time
+        launch = functools.partial(type(timing).forward_start, timing)
+
+        def forward_start() -> None:
+            host_time.launch()
+            launch()
+
+        timing.forward_start = forward_start
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def on_load(self) -> None:
+        """Puts faces of this engine where the runner's samplers are, which exist by now."""
+        runner = self._runner
+        self._sampler = runner.sampler
+        self.asked = AskedOfSlots(runner.sampler)
+        runner.sampler = SamplerFace(runner.sampler, self)
+        if runner.rejection_sampler is not None:
+            runner.rejection_sampler = runner.sampler
+        if self.session is not None:
+            map_adapters = runner.lora_state.make_lora_inputs
+            runner.lora_state.make_lora_inputs = lambda req_ids, *args: self._with_adapters_of_rows(
+                req_ids, *map_adapters(req_ids, *args)
+            )
+
+    def add_request(self, slot: int, params: Any) -> None:
+        """A request begins in a slot.
+
+        Raises:
+            RuntimeError: it has no seed.
+        """
+        if not self.warming_up:
+            require_seed(params, "a request")
+        self.asked.add(slot, params)
+
+    def _with_adapters_of_rows(self, req_ids: Sequence[str], adapters: Any, *more: Any) -> tuple[Any, ...]:
+        """vLLM's V2 runner names an adapter per request for the LM head, which has a row per drafted token as well."""
+        drafts = self.scheduled.scheduled_spec_decode_tokens
+        counts = [1 + len(drafts.get(req_id, ())) for req_id in req_ids]
+        return tuple(np.repeat(adapters, counts).tolist()), *more
+
+    def on_forward(self) -> None:
+        """Keeps the step's hidden states."""
+        super().on_forward()
+        state = self._runner.execute_model_state
+        keeps = self.wants_features and not self.warming_up and state is not None
+        self._hidden = state.hidden_states if keeps else None
+
+    # -- parts of the step -------------------------------------------------------------------------------------------
+
+    def _state(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """vLLM's tokens by slot and their numbers; the requests' seeds and temperatures."""
+        states, sampling = self._runner.req_states, self._sampler.sampling_states
+        return (states.all_token_ids.gpu, states.total_len.gpu), (sampling.seeds.gpu, sampling.temperature.gpu)
+
+    def _tables(self) -> tuple[Tensor, Tensor] | None:
+        """vLLM's drafts and their rates by slot; None beside a model drafter, which chooses between drafts first."""
+        table = self._runner.req_states.draft_tokens
+        return (table.plain, self.confidences) if isinstance(table, DraftTable) else None
+
+    def _hidden_of_rows(self, batch: Any) -> Tensor | None:
+        """The states that the step's logits were computed from, [N, hidden size]; None if features are not wanted."""
+        hidden, self._hidden = self._hidden, None
+        if hidden is None:
+            return None
+        num_rows = batch.logits_indices.shape[0]
+        if num_rows == batch.num_tokens:  # every token has logits; what follows pads the batch
+            return hidden[:num_rows]
+        return hidden[batch.logits_indices]
+
+    def _rows(self, batch: Any, slots: Tensor, invalid_drafts: Tensor | None) -> Layout:
+        """Where each row of logits belongs. Tensors may be longer than there are rows."""
+        layout = kernel.gather_layout(
+            batch.input_ids,
+            batch.positions,
+            batch.logits_indices,
+            batch.cu_num_logits,
+            slots,
+            self._runner.req_states.prefill_len.gpu,
+            self._sampler.sampling_states.temperature.gpu,
+            self._sampler.sampling_states.seeds.gpu,
+            self._memory,
+        )
+        if invalid_drafts is not None:
+            num_rows = batch.logits_indices.shape[0]
+            layout.draft[: num_rows - 1].masked_fill_(invalid_drafts[1:num_rows], PLACEHOLDER_TOKEN_ID)
+        return layout
+
+    def _process(self, logits: Tensor, batch: Any, layout: Layout) -> Tensor:
+        """vLLM's own processing of a copy of the logits, float32 [N, V]: penalties, masks, temperature, truncation."""
+        processed = self._sampler.apply_sampling_params(
+            logits,
+            expanded_idx_mapping=batch.expanded_idx_mapping,
+            idx_mapping=batch.idx_mapping,
+            idx_mapping_np=batch.idx_mapping_np,
+            pos=layout.position,
+            input_ids=batch.input_ids[batch.logits_indices],
+            expanded_local_pos=batch.expanded_local_pos,
+            seq_lens_upper_bound_np=batch.seq_lens_cpu_upper_bound.numpy(),
+        )
+        return keep_broken(processed, logits)
+
+    def _logprobs(
+        self,
+        asked: Asked,
+        seen: VerifyResult,
+        logits: Tensor,
+        processed: Tensor,
+        batch: Any,
+        layout: Layout,
+        buffer: StepBuffer,
+    ) -> LogprobsTensors | None:
+        """The log-probabilities that requests ask for.
+
+        Args:
+            logits, processed: float [N, V], the model's and those that the verifier got.
+        """
+        num_rows, mode, starts = logits.shape[0], self._sampler.logprobs_mode, None
+        if asked.num_logprobs < 0 and not asked.num_custom_ids:
+            return None
+        if asked.scored_here and asked.num_logprobs == 0:
+            return buffer.logprobs(batch.num_reqs, num_rows)
+        parts = seen.target_token_ids, seen.logprobs, seen.ranks
+        targets, logprobs, ranks = (None if part is None else part[:num_rows] for part in parts)
+        seen, layout = seen._replace(target_token_ids=targets, logprobs=logprobs, ranks=ranks), layout.of(num_rows)
+        if num_rows != batch.num_reqs:
+            if self._runner.sampler.enable_adaptive_verification:  # only the device knows where drafts end
+                starts = batch.cu_num_logits.clone()  # the next step writes there
+            else:
+                starts = batch.cu_num_logits_np.tolist()
+        if asked.scored_here:
+            field = "cu_num_generated_tokens" + ("_tensor" if isinstance(starts, Tensor) else "")
+            temperature = None if mode.startswith("raw_") else layout.temperature
+            tokens, logprobs = scored_tokens(seen, processed, temperature, asked.num_logprobs)
+            return LogprobsTensors(tokens, logprobs, seen.ranks, **{field: starts})
+        tensors: LogprobsTensors = compute_topk_scores(
+            logits if mode.startswith("raw_") else scaled(processed, layout.temperature),
+            max(asked.num_logprobs, 0),
+            seen.target_token_ids,
+            starts,
+            logprob_token_ids_state=self._sampler.logprob_token_ids_state,
+            expanded_idx_mapping=batch.expanded_idx_mapping,
+            max_per_req_token_ids=asked.num_custom_ids,
+            logits_mode=mode.endswith("_logits"),
+        )
+        return tensors
+
+    def _as_vllm(
+        self, batch: Any, buffer: StepBuffer, width: int, logits: Tensor, logprobs: LogprobsTensors | None
+    ) -> SamplerOutput:
+        tokens, num_sampled = buffer.sampled(batch.num_reqs, width)
+        output: Any = SamplerOutput(
+            sampled_token_ids=tokens,
+            logprobs_tensors=logprobs,
+            num_nans=get_num_nans(logits) if self._sampler.compute_nans else None,
+            num_sampled=num_sampled,
+            num_rejected=buffer.num_rejected(batch.num_reqs),
+        )
+        if buffer is not self._outputs.made_up:
+            output.when_read = functools.partial(self._outputs.read, buffer)
+        return output  # type: ignore[no-any-return]
+
+    def finish_counting(self) -> None:
+        self._outputs.finish_counting()
+
+
+class SamplerFace:
+    """What vLLM calls its `Sampler` and its `RejectionSampler`. Other attributes and methods are the former's.
+
+    Args:
+        inner: vLLM's `Sampler`, which holds the requests' sampling parameters.
+    """
+
+    def __init__(self, inner: Any, engine: EngineV2) -> None:
+        self.inner, self._engine = inner, engine
+        speculator = engine._runner.speculator
+        self.enable_adaptive_verification = getattr(speculator, "enable_adaptive_verification", False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> Any:
+        """As vLLM's `Sampler`; raises like `EngineV2.add_request`."""
+        self._engine.add_request(req_idx, sampling_params)
+        return self.inner.add_request(req_idx, sampling_params)
+
+    def __call__(
+        self, logits: Tensor, input_batch: Any, draft_logits: Any = None, invalid_drafts: Tensor | None = None
+    ) -> SamplerOutput:
+        """draft_logits: not used, as our drafts are point masses."""
+        return self._engine.sample(logits, input_batch, invalid_drafts)
+
+
+class SpeculatorFace(BaseSpeculator):
+    """What vLLM calls its speculator."""
+
+    supports_mm_inputs = False
+    draft_logits = None
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.enable_adaptive_verification = vllm_config.speculative_config.enable_adaptive_verification
+
+    def attach(self, engine: EngineV2) -> None:
+        """Called when the engine is made, which is after this."""
+        self._engine, states = engine, engine._runner.req_states
+        states.draft_tokens = DraftTable.around(
+            states.draft_tokens, lambda: engine.scheduled is None or engine.scheduled.has_structured_output_requests
+        )
+
+    @property
+    def draft_token_confidence_probs(self) -> Tensor:
+        """float32 [R, K], by slot."""
+        return self._engine.confidences
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Nothing to do."""
+
+    def capture(self) -> None:
+        """Nothing to do: our kernel launches need no graph."""
+
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Any,
+        aux_hidden_states: Any,
+        num_sampled: Tensor,
+        *args: Any,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """int64 [B, K], or `WRITTEN`."""
+        if dummy_run or self._engine.warming_up:
+            return self._engine.propose_made_up(input_batch)[0]
+        return self._engine.propose(input_batch, num_sampled)
