@@ -25,7 +25,6 @@ class Engine:
         stats: This engine's counters.
         clock: Times some of the runner's steps.
         config: The engine's options.
-        lora_paths: Of the LoRA adapters that were loaded, by a command or for a request, by vLLM's number.
         scheduled: vLLM's `SchedulerOutput` of this step.
         is_cutting: Whether drafts are cut on the device, to those that pay.
         warming_up: Whether vLLM is running made-up requests to compile its kernels, which are ignored.
@@ -42,7 +41,6 @@ class Engine:
         self.session = session
         self.stats = SpeculationStats() if session is None else session.stats
         self.clock = StepClock(runner.device, self.stats)
-        self.lora_paths: dict[int, str] = {}
         self.config = config
         self._runner = runner
         # Read once: a user's own drafter could answer otherwise later, and on one rank only.
@@ -119,18 +117,10 @@ class Engine:
     def begin_step(self, scheduled: Any) -> None:
         """Called before every step with vLLM's `SchedulerOutput`, before the runner looks at it."""
         self.scheduled = scheduled
-        for request in scheduled.scheduled_new_reqs:
-            lora = request.lora_request
-            if lora is not None and self.lora_paths.get(lora.lora_int_id) != lora.lora_path:
-                self.on_lora(lora)
         if self.session is None or self.session.is_drafter_alive:
             self.clock.start(is_busy=bool(scheduled.scheduled_cached_reqs.req_ids))
         if self.session is not None and not self.warming_up:
             self.session.finish_requests(scheduled.finished_req_ids, scheduled.preempted_req_ids or ())
-
-    def on_lora(self, lora_request: Any) -> None:
-        """A LoRA adapter is loaded."""
-        self.lora_paths[lora_request.lora_int_id] = lora_request.lora_path
 
     def on_forward(self) -> None:
         """Called when the model has been launched, before anything is sampled: the device computes."""

@@ -253,14 +253,6 @@ def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
     return result
 
 
-def add_lora(original: Callable[..., Any], self: Any, lora_request: Any) -> Any:
-    """Remember where an adapter comes from."""
-    engine = _engine_of(self)
-    if engine is not None:
-        engine.on_lora(lora_request)
-    return original(self, lora_request)
-
-
 def determine_available_memory(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Ignore vLLM's made-up requests, for which V2 samples here from 0.33 on."""
     with _warming_up(self):

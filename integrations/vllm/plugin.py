@@ -79,7 +79,6 @@ HOOKS = (
     Hook("vllm.v1.worker.gpu.async_utils", None, "async_copy_to_np", hooks.copy_to_host_v2),
     Hook("vllm.v1.worker.gpu.async_utils", "AsyncOutput", "get_output", hooks.get_output_v2),
     Hook(*_worker, "load_model", hooks.load_model),
-    Hook(*_worker, "add_lora", hooks.add_lora),
     Hook(*_worker, "determine_available_memory", hooks.determine_available_memory),
     Hook(*_worker, "compile_or_warm_up_model", hooks.compile_or_warm_up_model),
     Hook(*_cpu_worker, "determine_available_memory", hooks.determine_available_memory),

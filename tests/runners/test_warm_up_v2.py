@@ -51,9 +51,6 @@ class Worker:
     def load_model(self):
         """Not called: the runner has its model."""
 
-    def add_lora(self, request):
-        """Not called."""
-
     def determine_available_memory(self):
         sampler, count = self.model_runner.sampler, 3
         for i in range(count):
