@@ -207,22 +207,19 @@ def _schedules_asynchronously(vllm_config: Any) -> bool:
 
 def note_runner(vllm_config: Any) -> None:
     """Keep why an engine has its model runner, while its configuration is still what the user asked for."""
-    speculative = vllm_config.speculative_config
-    if not hasattr(speculative, RUNNER_REASON):
-        object.__setattr__(speculative, RUNNER_REASON, _reason_for_runner(vllm_config))
-
-
-def _reason_for_runner(vllm_config: Any) -> str:
-    if os.environ.get(RUNNER_VARIABLE):
-        return f"{RUNNER_VARIABLE}={os.environ[RUNNER_VARIABLE]}"
-    if vllm_config.use_v2_model_runner:
-        return "vLLM can run the model in it"
     from vllm.triton_utils import HAS_TRITON
 
-    missing = vllm_config._get_v2_model_runner_unsupported_features()
-    if missing or HAS_TRITON:
-        return f"V2 does not have {', '.join(missing)}" if missing else "vLLM's choice"
-    return "V2 needs Triton"
+    speculative = vllm_config.speculative_config
+    if hasattr(speculative, RUNNER_REASON):
+        return
+    reason = "vLLM's choice" if HAS_TRITON else "V2 needs Triton"
+    if os.environ.get(RUNNER_VARIABLE):
+        reason = f"{RUNNER_VARIABLE}={os.environ[RUNNER_VARIABLE]}"
+    elif vllm_config.use_v2_model_runner:
+        reason = "vLLM can run the model in it"
+    elif lacks := vllm_config._get_v2_model_runner_unsupported_features():
+        reason = f"V2 does not have {', '.join(lacks)}"
+    object.__setattr__(speculative, RUNNER_REASON, reason)
 
 
 def has_gpu() -> bool:
@@ -242,9 +239,8 @@ def is_a100() -> bool:
 
 def refuse_host_drafter(vllm_config: Any, config: RolloutSpecConfig) -> None:
     """Raise ValueError if a drafter on the host cannot draft in an engine, as vLLM alone would not say why."""
-    drafter, speculative = config.drafter, vllm_config.speculative_config
-    reason, is_v2 = getattr(speculative, RUNNER_REASON), vllm_config.use_v2_model_runner
-    if is_v2:
+    drafter, reason = config.drafter, getattr(vllm_config.speculative_config, RUNNER_REASON)
+    if vllm_config.use_v2_model_runner:
         raise ValueError(
             f"drafter={drafter!r} is on the host and needs vLLM's V1 model runner, and this engine has V2 ({reason}): "
             f"unset {RUNNER_VARIABLE}, or leave drafter out, which gives V2's drafter on the device"
