@@ -72,7 +72,6 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
         self._first_step = 0  # of the training: a resumed one goes on from its checkpoint
         self._server_url: str | None = None
         self._server: Any = None  # its `ServerCounters`, on the rank that logs
-        _hook_ppo()
         _hook_trainers()
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -174,14 +173,10 @@ def _server_url(args: Any) -> str | None:
 
 
 @functools.cache
-def _hook_ppo() -> None:
-    """Prepare for PPOTrainer, which has no engine of its own, where TRL has one and it is imported."""
-    wrapt.register_post_import_hook("rollout_spec.integrations.trainers.ppo:hook", "trl.experimental.ppo.ppo_trainer")
-
-
-@functools.cache
 def _hook_trainers() -> None:
     """Note whose engine comes next, and add our metrics to logs before reporters get them; `on_log` comes too late."""
+    # PPOTrainer has no engine of its own. TRL had one up to 1.12.0.
+    wrapt.register_post_import_hook("rollout_spec.integrations.trainers.ppo:hook", "trl.experimental.ppo.ppo_trainer")
     construct, write_log = Trainer.__init__, Trainer.log
 
     @functools.wraps(construct)
