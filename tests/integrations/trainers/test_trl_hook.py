@@ -148,16 +148,22 @@ def test_a_trainer_whose_construction_fails_leaves_nothing_behind(tiny_model, tm
     assert build(tiny_model).llm_engine.vllm_config.speculative_config is None
 
 
+def initialised(**settings):
+    """A callback whose trainer is about to build its engine, and the trainer's arguments."""
+    args = SimpleNamespace(**{"use_vllm": True, "seed": 3, "process_index": 0, "world_size": 1, **settings})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rollout_spec.integrations.trainers.trl._hook_engines", lambda: None)
+        generator = RolloutSpecGenerator()
+        generator.on_init_end(args, None, None)
+    return generator, args
+
+
 @pytest.mark.parametrize("ranks_per_engine", [1, 2])
-def test_each_engine_of_a_data_parallel_trainer_has_seeds_of_its_own(ranks_per_engine, monkeypatch):
+def test_each_engine_of_a_data_parallel_trainer_has_seeds_of_its_own(ranks_per_engine):
     """The ranks that share an engine have the same; otherwise all would train on copies of one rank's rollouts."""
-    monkeypatch.setattr("rollout_spec.integrations.trainers.trl._hook_engines", lambda: None)
     seeds = []
     for rank in range(4):
-        generator = RolloutSpecGenerator()
-        ranks = {"process_index": rank, "world_size": 4, "vllm_tensor_parallel_size": ranks_per_engine}
-        args = SimpleNamespace(use_vllm=True, seed=3, **ranks)
-        generator.on_init_end(args, None, None)
+        generator, _ = initialised(process_index=rank, world_size=4, vllm_tensor_parallel_size=ranks_per_engine)
         generator.begin_step(0)
         seeds.append([params.seed for params in generator._with_seeds(["a"] * 3, SamplingParams())])
     engines = [seeds[first : first + ranks_per_engine] for first in range(0, 4, ranks_per_engine)]
@@ -168,11 +174,8 @@ def test_each_engine_of_a_data_parallel_trainer_has_seeds_of_its_own(ranks_per_e
 @pytest.mark.parametrize(
     ("settings", "dtype"), [({}, None), ({"bf16": True}, "bfloat16"), ({"bf16": False, "fp16": True}, "float16")]
 )
-def test_log_probabilities_are_compared_with_those_of_the_trainers_mixed_precision(settings, dtype, monkeypatch):
-    monkeypatch.setattr("rollout_spec.integrations.trainers.trl._hook_engines", lambda: None)
-    generator = RolloutSpecGenerator()
-    generator.on_init_end(SimpleNamespace(use_vllm=True, seed=3, process_index=0, world_size=1, **settings), None, None)
-    assert generator._autocast == dtype
+def test_log_probabilities_are_compared_with_those_of_the_trainers_mixed_precision(settings, dtype):
+    assert initialised(**settings)[0]._autocast == dtype
 
 
 @pytest.mark.parametrize(
@@ -182,11 +185,8 @@ def test_log_probabilities_are_compared_with_those_of_the_trainers_mixed_precisi
         ({"detokenize": True}, {"detokenize": True}), ({"stop": ["w5"]}, {"stop": ["w5"]}),
     ],
 )  # fmt: skip
-def test_text_that_nobody_reads_is_not_asked_for(given, asked, monkeypatch):
-    monkeypatch.setattr("rollout_spec.integrations.trainers.trl._hook_engines", lambda: None)
-    args = SimpleNamespace(use_vllm=True, seed=3, process_index=0, world_size=1, generation_kwargs=given)
-    RolloutSpecGenerator().on_init_end(args, None, None)
-    assert args.generation_kwargs == asked
+def test_text_that_nobody_reads_is_not_asked_for(given, asked):
+    assert initialised(generation_kwargs=given)[1].generation_kwargs == asked
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -199,10 +199,8 @@ def test_of_several_processes_the_first_writes_the_report(tmp_path, is_first):
 
 
 def test_a_server_may_have_more_ranks_than_the_trainer():
-    generator = RolloutSpecGenerator()
-    ranks = {"process_index": 0, "world_size": 1, "vllm_tensor_parallel_size": 2}
-    generator.on_init_end(SimpleNamespace(vllm_mode="server", vllm_server_base_url="http://there:8000", use_vllm=True,
-                                          seed=3, **ranks), None, None)  # fmt: skip
+    server = {"vllm_mode": "server", "vllm_server_base_url": "http://there:8000"}
+    generator, _ = initialised(vllm_tensor_parallel_size=2, **server)
     assert generator._server_url == "http://there:8000"
 
 
