@@ -148,21 +148,16 @@ def recurrent(tmp_path_factory):
     return path
 
 
-def make(model, **arguments):
-    arguments = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 8, **arguments}
-    return EngineArgs(model=str(model), **arguments).create_engine_config()
-
-
 @pytest.mark.parametrize("version", [(0, 24, 0), (0, 31, 0), (0, 32, 0), (0, 33, 1), (0, 0)])
 def test_refused_where_vllm_mixes_up_their_states(recurrent, tiny_model, monkeypatch, version):
     monkeypatch.setattr(vllm, "__version_tuple__", version)
     monkeypatch.setattr(vllm, "__version__", ".".join(map(str, version)))
-    vllm_config = make(recurrent, **engine_kwargs())
+    vllm_config = configuration(recurrent, **engine_kwargs())
     message = r"layers wrongly where it speculates.* install vLLM 0\.32 .*speculation=False"
     with pytest.raises(ValueError, match=message) if (0, 0) < version < (0, 32) else nullcontext():
         check_engine(vllm_config, config_of(vllm_config))
     for model, options in ((recurrent, {"speculation": False}), (tiny_model, {})):
-        vllm_config = make(model, **engine_kwargs(**options))
+        vllm_config = configuration(model, **engine_kwargs(**options))
         check_engine(vllm_config, config_of(vllm_config))
 
 
@@ -178,7 +173,7 @@ def test_they_have_few_draft_tokens_unless_told_otherwise(recurrent, tiny_model)
         (recurrent, {"speculative_config": proposer}, 6),
         (recurrent, {"speculative_config": proposer, **additional}, 6),
     ):
-        vllm_config = make(model, **arguments)
+        vllm_config = configuration(model, **arguments)
         assert config_of(vllm_config).num_speculative_tokens == k
         assert vllm_config.speculative_config.num_speculative_tokens == k
         vllm_config.__post_init__()
