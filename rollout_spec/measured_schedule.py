@@ -122,10 +122,12 @@ class MeasuredSchedule:
         self._last_k = k
         if not is_steady or not self._most[len(scheduled.num_scheduled_tokens)]:
             return
-        rows = [(len(drafts.get(name, ())), len(sampled[i])) for name, i in output.req_id_to_index.items() if sampled]
-        counts = np.array([row for row in rows if row[1]], np.int64).reshape(-1, 2)
-        has_prompts = scheduled.total_num_scheduled_tokens != len(rows) + sum(drafted for drafted, _ in rows)
-        self.observe(counts[:, 0], counts[:, 1] - 1, None if has_prompts else seconds)
+        names = output.req_id_to_index if sampled else {}  # in the order of the batch
+        drafted = np.fromiter((len(drafts.get(name, ())) for name in names), np.int64, len(names))
+        num_sampled = np.fromiter(map(len, sampled or ()), np.int64, len(names))
+        has_prompts = scheduled.total_num_scheduled_tokens != drafted.size + int(drafted.sum())
+        has_sampled = num_sampled > 0
+        self.observe(drafted[has_sampled], num_sampled[has_sampled] - 1, None if has_prompts else seconds)
 
     def _size(self, num_requests: int) -> _Size:
         """What is known of steps of about so many requests. A new size begins with what was right in the last one."""
@@ -165,9 +167,8 @@ class _Size:
         """As of `MeasuredSchedule`."""
         self.outcomes *= np.maximum(1 - 1 / JUDGED_STEPS, PRIOR_TOKENS / self.outcomes[0])
         k = min(int(drafted.max()), self.outcomes.shape[1])
-        for position in range(k):
-            self.outcomes[0, position] += np.count_nonzero(drafted > position)
-            self.outcomes[1, position] += np.count_nonzero(accepted > position)
+        positions = np.arange(k)[:, None]
+        self.outcomes[:, :k] += (drafted > positions).sum(1), (accepted > positions).sum(1)
         # A request may have fewer, as the last one where the step had no room for more.
         if seconds is not None and drafted.sum() >= 0.9 * k * drafted.size:
             self.seconds[k].append(max(seconds, 1e-6))
