@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
         lengths = rng.integers(0, 6, rng.integers(3, 9)).tolist()
         batch = random_batch(generator, lengths, vocab, dtype, float(rng.choice([0.1, 0.9, 5.0])))
         options: dict[str, Any] = {"method": method, "logprobs_mode": mode, "max_draft_tokens": max(lengths)}
-        fault = fault_of(batch, **options)
+        fault = fault_of(batch, for_v2=True, **options)
         assert fault is None, f"trial {trial}, {vocab} {dtype} logits, {method}, {mode}: {fault}"
         num_features += check_features(batch, options)
         if trial % 10 == 9:

@@ -95,6 +95,7 @@ class Engine:
             num_speculative_tokens=self.config.max_draft_tokens if self.config.speculation else 0,
             method=self.config.verify,
             logprobs_mode=str(model.logprobs_mode),
+            for_v2=vllm_config.use_v2_model_runner,
         )
         if is_true_on_any_rank(vllm_config, fault is not None):
             raise RuntimeError(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rollout_spec.noise.host import DOMAIN_ACCEPT, DOMAIN_RESIDUAL, DOMAIN_TARGET
 from rollout_spec.noise.torch import uniform32
-from rollout_spec.types import LogprobsMode, SamplingBatch, VerifyMethod
+from rollout_spec.types import LogprobsMode, SamplingBatch, VerifyMethod, VerifyResult
 from rollout_spec.verify import kernel, reference
 from rollout_spec.verify.reference import Layout
 
@@ -35,8 +35,12 @@ def find_fault(
     num_speculative_tokens: int,
     method: VerifyMethod = "sample",
     logprobs_mode: str = "processed_logprobs",
+    for_v2: bool = False,
 ) -> str | None:
-    """Say where some three hundred made-up rows, as an engine has them, are verified wrongly; None: nowhere."""
+    """Say where some three hundred made-up rows, as an engine has them, are verified wrongly; None: nowhere.
+
+    for_v2: As vLLM's V2 runner has them, which takes a `kernel.StepOutput`.
+    """
     generator = torch.Generator(device).manual_seed(0)
     size = min(vocab_size, VOCABULARY + (vocab_size - VOCABULARY) % 16)
     modes = (None, *(mode for mode in get_args(LogprobsMode) if mode == logprobs_mode))
@@ -46,7 +50,7 @@ def find_fault(
     for columns, kind, limit, mode, scale in cases:
         lengths = [min(length, limit) for length in (limit, 0, 1, 2, 3, 1, 2, 3)]
         batch = random_batch(generator, lengths, columns, kind, scale)
-        fault = fault_of(batch, method=method, logprobs_mode=mode, max_draft_tokens=limit)
+        fault = fault_of(batch, method=method, logprobs_mode=mode, max_draft_tokens=limit, for_v2=for_v2)
         if fault is not None:
             return f"{columns} {kind} logits, up to {limit} drafts, {mode or 'no log-probabilities'}: {fault}"
     return None
@@ -81,11 +85,14 @@ def random_batch(
     return logits, drafts.int(), cu, rows
 
 
-def fault_of(batch: Batch, *, method: VerifyMethod, logprobs_mode: LogprobsMode | None, **options: Any) -> str | None:
+def fault_of(
+    batch: Batch, *, method: VerifyMethod, logprobs_mode: LogprobsMode | None, for_v2: bool = False, **options: Any
+) -> str | None:
     """Say where the kernels differ from the reference; None: nowhere. Waits for the device."""
     logits, drafts, cu, rows = batch
     options |= {"method": method, "logprobs_mode": logprobs_mode}
-    got = kernel.verify_rows(logits, kernel.lay_out(cu, drafts, rows), after_difference=True, **options)
+    laid_out = kernel.lay_out(cu, drafts, rows)
+    got = kernel.verify_rows(logits, laid_out, after_difference=True, **options)
     layout = reference.lay_out(cu, drafts, rows)
     tokens, raw = got.target_token_ids, logits.float()
     processed = reference.scaled(raw, layout.temperature)
@@ -108,6 +115,40 @@ def fault_of(batch: Batch, *, method: VerifyMethod, logprobs_mode: LogprobsMode 
     for name in ("output_token_ids", "num_accepted", "num_broken_rows"):
         if not torch.equal(getattr(got, name), getattr(expected, name)):
             return f"{name} is {getattr(got, name).tolist()} for {getattr(expected, name).tolist()}"
+    return _step_fault(logits, laid_out, got, is_emitted & (targets >= 0), options) if for_v2 else None
+
+
+def _step_fault(
+    logits: Tensor, layout: Layout, got: VerifyResult, has_token: Tensor, options: dict[str, Any]
+) -> str | None:
+    """Say where the `StepOutput` of a verification is not what is known of it, `got`. The first request is a chunk."""
+    (num_rows, device), num_requests = (logits.shape[0], logits.device), got.num_accepted.shape[0]
+    sizes = {
+        torch.int64: max(num_rows, got.output_token_ids.numel()),
+        torch.float32: num_rows,
+        torch.int32: num_requests,
+    }
+    kinds = [torch.int64, torch.int64, torch.float32, torch.int64, *[torch.int32] * 4]
+    written = [torch.full((sizes[kind],), -1, dtype=kind, device=device) for kind in kinds]
+    slots = torch.arange(num_requests, dtype=torch.int32, device=device)
+    is_chunk = slots == 0
+    step = kernel.StepOutput._make((*written, torch.ones_like(slots), slots, 2 * is_chunk.int()))
+    kernel.verify_rows(logits, layout, step=step, **options)
+    num_sampled, rows = torch.where(is_chunk, 0, got.num_accepted + 1), layout.starts.diff()
+    expected = {
+        "output": got.output_token_ids.clamp(min=0).flatten().long(),
+        "targets": torch.where(has_token, got.target_token_ids, 0),
+        "num_broken": got.num_broken_rows,
+        "num_sampled": num_sampled,
+        "num_rows": rows,
+        "num_rejected": torch.where(is_chunk, 0, rows - num_sampled),
+    }
+    for name, values in expected.items():
+        if not torch.equal(getattr(step, name)[: values.numel()], values):
+            return f"{name} of V2's runner is {getattr(step, name).tolist()} for {values.tolist()}"
+    for name in ("logprobs", "ranks") if got.logprobs is not None else ():
+        if not torch.equal(getattr(step, name)[:num_rows][has_token], getattr(got, name)[has_token]):
+            return f"{name} of V2's runner"
     return None
 
 

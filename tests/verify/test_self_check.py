@@ -51,7 +51,24 @@ def with_first(name, change):
 )
 def test_sound_kernels_pass(method, mode, vocab_size, k):
     setting = {"vocab_size": vocab_size, "dtype": torch.float16, "num_speculative_tokens": k}
-    assert self_check.find_fault(CPU, **setting, method=method, logprobs_mode=mode) is None
+    assert self_check.find_fault(CPU, **setting, method=method, logprobs_mode=mode, for_v2=True) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["output", "targets", "num_broken", "num_sampled", "num_rows", "num_rejected", "logprobs", "ranks"]
+)
+def test_a_fault_in_what_v2s_runner_gets_is_found(monkeypatch, name):
+    original = kernel.verify_rows
+
+    def verify_rows(*args, step=None, **options):
+        result = original(*args, step=step, **options)
+        if step is not None:
+            getattr(step, name)[0] += 1
+        return result
+
+    monkeypatch.setattr(kernel, "verify_rows", verify_rows)
+    assert self_check.find_fault(CPU, **SETTING) is None
+    assert f"{name} of V2's runner" in self_check.find_fault(CPU, **SETTING, for_v2=True)
 
 
 def test_the_whole_vocabulary_is_checked(monkeypatch):
@@ -113,7 +130,9 @@ def test_an_engine_with_a_fault_does_not_start(is_sound, on_another_rank, monkey
 
     model = SimpleNamespace(get_vocab_size=lambda: VOCAB, head_dtype=torch.bfloat16, logprobs_mode="processed_logprobs")
     adapter = object.__new__(runner.Engine)
-    adapter._runner = SimpleNamespace(device=torch.device("cuda"), vllm_config=SimpleNamespace(model_config=model))
+    adapter._runner = SimpleNamespace(
+        device=torch.device("cuda"), vllm_config=SimpleNamespace(model_config=model, use_v2_model_runner=True)
+    )
     adapter.config = RolloutSpecConfig(num_speculative_tokens=K)
     monkeypatch.setattr(self_check, "find_fault", lambda device, **_: None if is_sound else "token of row 0")
     monkeypatch.setattr(runner, "is_true_on_any_rank", lambda _, is_true: is_true or on_another_rank)
