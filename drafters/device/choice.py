@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout_spec.drafters.device import kernels
-from rollout_spec.launches import next_power_of_2
+from rollout_spec.launches import Launcher, next_power_of_2
 
 POSITION_EDGES = tl.constexpr((0, 1, 3))
 """Places in a draft share counters up to these: the first token, the second, the next two, and all after them."""
@@ -115,6 +115,9 @@ def _choose_kernel(
     tl.store(last_len_ptr + slot, tl.load(total_len_ptr + slot).to(tl.int32))
 
 
+_launch_grade, _launch_choose = Launcher(_grade_kernel), Launcher(_choose_kernel)
+
+
 class DeviceChoice:
     """Chooses between drafts for the requests of one engine, told apart by slot.
 
@@ -163,7 +166,7 @@ class DeviceChoice:
         """
         tokens, probabilities = model
         batch, num_model = slots.shape[0], tokens.shape[1]
-        _grade_kernel[(batch,)](
+        _launch_grade[(batch,)](
             slots,
             num_sampled,
             all_token_ids,
@@ -180,7 +183,7 @@ class DeviceChoice:
             torch.empty(batch, self._k, dtype=torch.float32, device=slots.device),
             torch.empty(batch, dtype=torch.int32, device=slots.device),
         )
-        _choose_kernel[(batch,)](
+        _launch_choose[(batch,)](
             slots,
             num_sampled,
             total_len,

@@ -126,6 +126,7 @@ class Cut:
             int32 [B + 1]: each request's first row of logits, then N. Overwritten in the next step.
         """
         num_requests, (num_slots, k) = scheduled.shape[1], self._confidences.shape
+        most_requests = next_power_of_2(num_slots)
         if not np.array_equal(scheduled, self._scheduled):
             self._scheduled, device = scheduled.copy(), self._confidences.device
             self._uploaded = [upload(numbers.copy(), device) for numbers in scheduled]
@@ -145,8 +146,8 @@ class Cut:
             num_slots,
             K=k,
             WIDTH=next_power_of_2(k + 1),
-            REQUESTS=next_power_of_2(num_slots),
-            num_warps=max(1, min(16, next_power_of_2(num_slots) // REQUESTS_PER_WARP)),
+            REQUESTS=most_requests,
+            num_warps=max(1, min(16, most_requests // REQUESTS_PER_WARP)),
         )
         return self._starts[: num_requests + 1]
 

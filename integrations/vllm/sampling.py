@@ -56,7 +56,7 @@ class AskedOfSlots:
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
-        self._own_processors = any(not type(p).__module__.startswith("vllm.") for p in sampler.logits_processors)
+        self._own_processors = not all(map(_is_vllms, sampler.logits_processors))
         self._needs_vllm: NDArray[np.bool_] = np.zeros(sampler.sampling_states.max_num_reqs, bool)
         self._min_tokens: NDArray[np.int64] = np.zeros(self._needs_vllm.size, np.int64)
         self._num_steps: NDArray[np.int64] = np.zeros(self._needs_vllm.size, np.int64)
@@ -123,10 +123,14 @@ def keep_broken(processed: Tensor, logits: Tensor) -> Tensor:
     return processed
 
 
+def _is_vllms(processor: Any) -> bool:
+    return type(processor).__module__.startswith("vllm.")
+
+
 def refuse_own_processors(processors: Iterable[Any]) -> None:
     """Raise ValueError if a logits processor is not vLLM's own: on drafted positions vLLM applies none of them."""
     for processor in processors:
-        if not type(processor).__module__.startswith("vllm."):
+        if not _is_vllms(processor):
             raise ValueError(
                 f"the logits processor {type(processor).__name__} would be ignored by rollout_spec's sampler in the V1 "
                 "model runner: remove it"
