@@ -13,6 +13,7 @@ from rollout_spec import checks
 from rollout_spec.drafters import registry
 from rollout_spec.history.folder import open_folder
 from rollout_spec.installation import install
+from rollout_spec.num_passes import MAX_SUB_STEPS
 from rollout_spec.types import VerifyMethod
 
 MAX_SPECULATIVE_TOKENS = 128
@@ -60,6 +61,8 @@ class RolloutSpecConfig:
         max_history_dir_bytes: Bound on the files in `history_dir`, or a size such as "4GB", which becomes one. The
             oldest files go first.
         ignore_cache_salt: Whether requests with a `cache_salt` share history as others do.
+        sub_steps: How many forward passes a step of vLLM's scheduler has where nothing but decoding happens, up to 8,
+            with drafts on the device; 1 switches that off. None: up to 4, as many as pay.
 
     Raises:
         ValueError, TypeError: a value is out of range or of the wrong type.
@@ -75,10 +78,13 @@ class RolloutSpecConfig:
     history_dir: str | None = None
     max_history_dir_bytes: int | str = 4 << 30
     ignore_cache_salt: bool = False
+    sub_steps: int | None = None
 
     def __post_init__(self) -> None:
         if (k := self.num_speculative_tokens) is not None:
             self._set(num_speculative_tokens=checks.integer("num_speculative_tokens", k, 1, MAX_SPECULATIVE_TOKENS))
+        if self.sub_steps is not None:
+            self._set(sub_steps=checks.integer("sub_steps", self.sub_steps, 1, MAX_SUB_STEPS))
         if not isinstance(self.drafter, str):
             raise TypeError(f"drafter must be a name or a dotted path, got {checks.shown(self.drafter)}")
         if self.drafter != AUTO:

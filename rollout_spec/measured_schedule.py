@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import bisect
 import math
-import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +31,7 @@ ENOUGH, RECENT_STEPS, OUTLIER = 2, 32, 2.0
 times their median. The median alone is no measure: of few requests, a step in which all drafts are cut takes half as
 long as one in which some are verified."""
 TRIAL, TRIED_DRAFTS, MOST_TRIALS = 5, 32, 2
-"""A K is tried for TRIAL steps in a row, of which two count (`observe_output`). During a pause few requests are given
+"""A K is tried for TRIAL steps in a row, of which two count (`sub_steps.Steps`). During a pause few requests are given
 some TRIED_DRAFTS whole drafts, which tell how many tokens are right. Steps with prompts are not timed: a K of which no
 step could be timed is tried at most MOST_TRIALS times."""
 WORTH_IT, SURELY = 1.1, 2.5
@@ -59,16 +57,10 @@ class MeasuredSchedule:
         self._most = list(most)
         self._sizes: dict[int, _Size] = {}
         self._last = _Size(np.full((2, max(self._most)), PRIOR_TOKENS))  # the one that was asked for last
-        # (when, K of the step after it) of steps that were scheduled and have not been heard of: vLLM schedules one
-        # ahead. Some never are, after a fault.
-        self._scheduled: deque[tuple[float, int]] = deque(maxlen=2)
-        self._last_update, self._last_k = 0.0, 0
 
     def __getitem__(self, num_requests: int) -> int:
-        """How many tokens to draft for each request of the next step. Notes when it was asked."""
-        now, k = time.perf_counter(), self.choose(num_requests)
-        self._scheduled.append((now, k))
-        return k
+        """How many tokens to draft for each request of the next step."""
+        return self.choose(num_requests)
 
     def choose(self, num_requests: int) -> int:
         """The most draft tokens or none, whichever gives more tokens per second or is too little known. O(K)."""
@@ -95,39 +87,14 @@ class MeasuredSchedule:
         return best
 
     def observe(self, drafted: NDArray[np.int64], accepted: NDArray[np.int64], seconds: float | None) -> None:
-        """Learn from a step.
+        """Learn from a forward pass.
 
         Args:
             drafted, accepted: int64 [B], draft tokens of each request.
-            seconds: What the step took; None: it has read prompts.
+            seconds: What the pass took; None: that is not known, or it has read prompts.
         """
-        if drafted.size:
+        if drafted.size and self._most[drafted.size]:
             self._size(drafted.size).observe(drafted, accepted, seconds)
-
-    def observe_output(self, scheduler_output: Any, model_runner_output: Any) -> None:
-        """Learn from what vLLM's scheduler is told of a step, by vLLM's names for it.
-
-        The step counts only if the one before it and the two scheduled after it have the same K: while it runs, the
-        host prepares the next step and lets drafts be made for the one after that. Right after a pause vLLM still cuts
-        drafts by what paid before the pause.
-        """
-        scheduled, output = scheduler_output, model_runner_output
-        if not scheduled.num_scheduled_tokens or not self._scheduled:
-            return
-        now, (began, next_k) = time.perf_counter(), self._scheduled.popleft()
-        seconds, self._last_update = now - max(began, self._last_update), now
-        drafts, sampled = scheduled.scheduled_spec_decode_tokens, output.sampled_token_ids
-        k = max(map(len, drafts.values()), default=0)
-        is_steady = {self._last_k, next_k, *(later for _, later in self._scheduled)} == {k}
-        self._last_k = k
-        if not is_steady or not self._most[len(scheduled.num_scheduled_tokens)]:
-            return
-        names = output.req_id_to_index if sampled else {}  # in the order of the batch
-        drafted = np.fromiter((len(drafts.get(name, ())) for name in names), np.int64, len(names))
-        num_sampled = np.fromiter(map(len, sampled or ()), np.int64, len(names))
-        has_prompts = scheduled.total_num_scheduled_tokens != drafted.size + int(drafted.sum())
-        has_sampled = num_sampled > 0
-        self.observe(drafted[has_sampled], num_sampled[has_sampled] - 1, None if has_prompts else seconds)
 
     def _size(self, num_requests: int) -> _Size:
         """What is known of steps of about so many requests. A new size begins with what was right in the last one."""

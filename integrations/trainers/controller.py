@@ -224,8 +224,8 @@ class EngineController:
             comparison = None
         turn = self._num_generations if self._has_steps else 0
         is_plain = comparison is not None and comparison.is_plain(turn)
-        if is_plain:
-            self._command("set_enabled", False)
+        if is_plain:  # nor with several forward passes per step, which need no drafts
+            self._command("set_enabled", False, False)
         started = time.perf_counter()
         try:
             outputs = run()

@@ -65,12 +65,12 @@ def _switch(runner: Any, *, on: bool) -> None:
         owner.enable_adaptive_verification = on
 
 
-def decide_schedule(vllm_config: Any, ask_workers: Callable[[], list[dict[str, Any]]]) -> None:
+def decide_schedule(vllm_config: Any, reports: list[dict[str, Any]]) -> None:
     """Give the scheduler whole drafts if the workers cut them. Called before it is made.
 
     Args:
         vllm_config: That of the engine's core, which in-process workers share.
-        ask_workers: Gives the report of each.
+        reports: Of each worker.
 
     Raises:
         RuntimeError: ranks differ.
@@ -78,7 +78,7 @@ def decide_schedule(vllm_config: Any, ask_workers: Callable[[], list[dict[str, A
     speculative = vllm_config.speculative_config
     if not getattr(speculative, OUR_SCHEDULE, False):
         return
-    answers = {report["is_adaptive"] for report in ask_workers()}
+    answers = {report["is_adaptive"] for report in reports}
     if len(answers) > 1:
         raise RuntimeError("rollout_spec: some tensor-parallel ranks cut drafts on the device and others do not")
     if answers == {False}:

@@ -76,15 +76,17 @@ def report(engine: Engine) -> dict[str, Any]:
         "num_speculative_tokens": num_tokens,
         "has_budget": session is not None and session.budget is not None,
         "is_adaptive": engine.is_cutting,
+        "most_passes": engine.most_passes,
         "stats": engine.stats.to_dict(),
         "sources": sources,
         "history": history(engine),
     }
 
 
-def set_enabled(engine: Engine, enabled: bool) -> None:
-    """Draft from now on, or no longer."""
+def set_enabled(engine: Engine, enabled: bool, may_repeat: bool = True) -> None:
+    """Draft from now on, or no longer. may_repeat: Whether steps may have several forward passes (`sub_steps.py`)."""
     enabled = checks.switch("set_enabled: its argument", enabled)
+    checks.switch("set_enabled: its second argument", may_repeat)
     if engine.session is None:
         raise ValueError("set_enabled: this engine was built with speculation=False")
     engine.session.set_enabled(enabled)

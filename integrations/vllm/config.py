@@ -43,6 +43,8 @@ MARK = "_rollout_spec"
 OUR_SCHEDULE = "_rollout_spec_schedule"
 """Set on a `speculative_config` whose `num_speculative_tokens_per_batch_size` is ours. False in a worker in which vLLM
 turned out not to cut drafts on the device."""
+MOST_PASSES = "_rollout_spec_most_passes"
+"""Set on a `speculative_config` in the engine's core: the most forward passes that its workers run in a step."""
 RUNNER_REASON = "_rollout_spec_runner"
 """Set on our engines' `speculative_config`: why vLLM chose the model runner, and so where drafts are made."""
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
@@ -139,6 +141,13 @@ def decide_options(vllm_config: Any, config: RolloutSpecConfig) -> None:
         vllm_config.speculative_config.num_speculative_tokens = config.num_speculative_tokens
     if isinstance(vllm_config.additional_config, dict):  # vLLM takes objects, too
         vllm_config.additional_config = {**vllm_config.additional_config, CONFIG_KEY: config.to_dict()}
+
+
+def stream_every_pass(vllm_config: Any) -> None:
+    """For a server whose clients see tokens as they come: steps have one forward pass, unless a number is set."""
+    config = config_of(vllm_config)
+    if config is not None and config.sub_steps is None:
+        decide_options(vllm_config, dataclasses.replace(config, sub_steps=1))
 
 
 def is_ours(speculative_config: Any) -> bool:

@@ -113,6 +113,7 @@ class Cut:
         )
         self._scheduled: NDArray[np.int32] = np.zeros((2, 0), np.int32)
         self._uploaded: Sequence[Tensor] = ()
+        self._num_other_tokens = 0
 
     def __call__(self, slots: Tensor, scheduled: NDArray[np.int32], budget: int) -> Tensor:
         """One launch, and an upload if `scheduled` is another than in the last step.
@@ -125,13 +126,19 @@ class Cut:
         Returns:
             int32 [B + 1]: each request's first row of logits, then N. Overwritten in the next step.
         """
-        num_requests, (num_slots, k) = scheduled.shape[1], self._confidences.shape
-        most_requests = next_power_of_2(num_slots)
         if not np.array_equal(scheduled, self._scheduled):
             self._scheduled, device = scheduled.copy(), self._confidences.device
             self._uploaded = [upload(numbers.copy(), device) for numbers in scheduled]
+            self._num_other_tokens = int(scheduled[1].sum())
         if self.request.dtype != slots.dtype:  # int64 from vLLM 0.32 on, whose own kernels get these next
             self.request = self.request.to(slots.dtype)
+        self.again(slots, budget)
+        return self._starts[: scheduled.shape[1] + 1]
+
+    def again(self, slots: Tensor, budget: int) -> None:
+        """One launch for the next forward pass of the same requests."""
+        num_requests, (num_slots, k) = slots.shape[0], self._confidences.shape
+        most_requests = next_power_of_2(num_slots)
         _launch_cut[(1,)](
             slots,
             *self._uploaded,
@@ -142,14 +149,13 @@ class Cut:
             self.place,
             num_requests,
             budget,
-            int(scheduled[1].sum()) + budget,
+            self._num_other_tokens + budget,
             num_slots,
             K=k,
             WIDTH=next_power_of_2(k + 1),
             REQUESTS=most_requests,
             num_warps=max(1, min(16, most_requests // REQUESTS_PER_WARP)),
         )
-        return self._starts[: num_requests + 1]
 
 
 class Cutting(AdaptiveVerificationManager):
@@ -162,7 +168,10 @@ class Cutting(AdaptiveVerificationManager):
 
     Attributes:
         host_time: What a step takes the host.
+        is_last_pass: Whether no further forward pass of the step follows.
     """
+
+    is_last_pass = True
 
     cost_tables: Any
     _stale_idx: int
@@ -269,8 +278,19 @@ class Cutting(AdaptiveVerificationManager):
         starts.rows = self.cut.request, self.cut.place  # type: ignore[attr-defined] # for `rows_of`
         return starts, self.query_start_loc, budget, *compat.counts_on_host(self)
 
+    def cut_again(self, batch: Any) -> None:
+        """For a further forward pass of the same step: as many draft tokens stay, by the drafts that it has now.
+
+        Args:
+            batch: vLLM's `InputBatch`, whose tensors are written.
+        """
+        if 0 < batch.num_draft_tokens < batch.num_reqs * self.num_speculative_steps:
+            self.cut.again(batch.idx_mapping, batch.num_draft_tokens)
+
     def record_confidences(self, confidence_probs: Tensor, input_batch: Any) -> None:
-        """Begin to copy the confidences to the host. A step without drafts leaves them as they are."""
+        """Begin to copy the confidences to the host, once per step. A step without drafts leaves them as they are."""
+        if not self.is_last_pass:
+            return
         self.host_time.is_step = self._is_drafting()
         if not self.host_time.is_step:
             return

@@ -73,6 +73,9 @@ class DeviceSession(Session):
             self.engine_history = EngineHistory(config, vllm_config, self.drafter, self.problems, share)
         self.live = {}  # values are `_LiveRequest`
         self._runner = runner
+        max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+        self._most_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        """By slot, an upper bound on how many tokens its request has once the last step's output is counted."""
 
     def close(self) -> None:
         """Waits for the device."""
@@ -98,6 +101,7 @@ class DeviceSession(Session):
                 problem_id = self.begin_conversation(request, prompt).problem_id
             req_idx = self._runner.req_states.req_id_to_index[req_id]
             self.live[req_id] = _LiveRequest(req_idx, problem_id, params)
+            self._most_tokens[req_idx] = self._runner.req_states.prefill_len.np[req_idx] + 1
             own_only = request_options(params.extra_args).own_only
             self.drafter.start_request(req_idx, prompt, problem_id=problem_id, own_only=own_only)
 
@@ -115,9 +119,18 @@ class DeviceSession(Session):
         if ended:
             self.drafter.stop_requests(ended)
 
-    def reserve(self, slots: NDArray[np.integer]) -> None:
-        """Give the requests of a batch room for what its last step may have sampled, and for drafts. slots: [B]."""
-        self.drafter.reserve(slots, self._most_tokens(slots) + self.num_speculative_tokens + 1)
+    def reserve(self, slots: NDArray[np.integer], num_passes: int) -> None:
+        """Give the requests of a batch room for what its step may sample, and for drafts.
+
+        Args:
+            slots: integer [B].
+            num_passes: Forward passes of the step.
+        """
+        states, width = self._runner.req_states, self.num_speculative_tokens + 1
+        # vLLM's count on the host takes all drafts of the step before for accepted.
+        computed = states.num_computed_tokens_np[slots] + num_passes * width
+        self._most_tokens[slots] = most = np.maximum(computed, states.prefill_len.np[slots]) + 1
+        self.drafter.reserve(slots, most + width)
 
     def _preempt(self, req_id: str) -> None:
         live = self.live.pop(req_id)
@@ -128,13 +141,6 @@ class DeviceSession(Session):
         if self.engine_history is not None:
             self.engine_history.end_request(live.problem_id)
 
-    def _most_tokens(self, slots: Any) -> Any:
-        """Upper bounds on how many tokens these slots have once the last step's output is counted."""
-        states = self._runner.req_states
-        # vLLM's count on the host is one step old; all drafts of that step may have been accepted.
-        computed = states.num_computed_tokens_np[slots] + self.num_speculative_tokens + 1
-        return np.maximum(computed, states.prefill_len.np[slots]) + 1
-
     def _ended(self, live: _LiveRequest) -> EndedRequest:
         keep = request_options(live.params.extra_args).keep_in_history
-        return EndedRequest(live.req_idx, int(self._most_tokens(live.req_idx)), keep=keep, **end_of(live.params))
+        return EndedRequest(live.req_idx, int(self._most_tokens[live.req_idx]), keep=keep, **end_of(live.params))

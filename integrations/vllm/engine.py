@@ -12,6 +12,7 @@ from rollout_spec.integrations.vllm.config import say
 from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank, is_true_on_any_rank
 from rollout_spec.integrations.vllm.session import Session
 from rollout_spec.integrations.vllm.step_clock import StepClock
+from rollout_spec.integrations.vllm.sub_steps import num_passes
 from rollout_spec.integrations.vllm.warm_up import warm_up_kernels
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.verify.reference import prepare
@@ -27,6 +28,7 @@ class Engine:
         config: The engine's options.
         scheduled: vLLM's `SchedulerOutput` of this step.
         is_cutting: Whether drafts are cut on the device, to those that pay.
+        most_passes: Most forward passes of a step.
         warming_up: Whether vLLM is running made-up requests to compile its kernels, which are ignored.
 
     Args:
@@ -36,6 +38,7 @@ class Engine:
     scheduled: Any = None
     warming_up = False
     is_cutting = False
+    most_passes = 1
 
     def __init__(self, runner: Any, config: RolloutSpecConfig, session: Session | None) -> None:
         self.session = session
@@ -115,19 +118,24 @@ class Engine:
         finally:
             self.warming_up = before
 
-    def begin_step(self, scheduled: Any) -> None:
-        """Called before every step with vLLM's `SchedulerOutput`, before the runner looks at it."""
+    def begin_step(self, scheduled: Any) -> Any:
+        """Called before every step with vLLM's `SchedulerOutput`. Returns what the runner is to take for it."""
         self.scheduled = scheduled
         if self.session is None or self.session.is_drafter_alive:
-            self.clock.start(is_busy=bool(scheduled.scheduled_cached_reqs.req_ids))
+            is_busy = bool(scheduled.scheduled_cached_reqs.req_ids)
+            self.clock.start(is_busy=is_busy, num_passes=num_passes(scheduled))
         if self.session is not None and not self.warming_up:
             self.session.finish_requests(scheduled.finished_req_ids, scheduled.preempted_req_ids or ())
+        return scheduled
 
     def on_forward(self) -> None:
         """Called when the model has been launched, before anything is sampled: the device computes."""
         if self.session is not None and not self.warming_up:
             self.session.start_requests(self.scheduled.scheduled_new_reqs)
             self.session.exchange_history()
+
+    def end_step(self, output: Any) -> None:
+        """Called when the runner has sampled, with what it returns."""
 
     def on_error(self) -> None:
         """Called when a step has raised."""

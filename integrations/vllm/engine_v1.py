@@ -127,13 +127,13 @@ class EngineV1(Engine):
         state = self._runner.execute_model_state
         self._hidden = None if state is None else state.sample_hidden_states
 
-    def begin_step(self, scheduled: Any) -> None:
-        super().begin_step(scheduled)
+    def begin_step(self, scheduled: Any) -> Any:
         for request in scheduled.scheduled_new_reqs:
             params = request.sampling_params
             if params is not None and params.sampling_type == SamplingType.RANDOM_SEED:
                 # No torch generator for a seed: ours uses none, and on CPUs vLLM fails with one if prompts are chunked.
                 params.__dict__["sampling_type"] = SamplingType.RANDOM  # the cached value of a property
+        return super().begin_step(scheduled)
 
     @property
     def wants_rejected_targets(self) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.async_utils import stream
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -27,12 +28,16 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.vllm import cutting
+from rollout_spec.integrations.vllm.config import say
 from rollout_spec.integrations.vllm.device import DeviceSession
 from rollout_spec.integrations.vllm.draft_table import WRITTEN, DraftTable
 from rollout_spec.integrations.vllm.engine import Engine
-from rollout_spec.integrations.vllm.outputs import StepBuffer, StepBuffers
+from rollout_spec.integrations.vllm.further_passes import Repetition, first_pass, why_not
+from rollout_spec.integrations.vllm.outputs import PassBuffer, StepBuffer, StepBuffers
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.sampling import Asked, AskedOfSlots, keep_broken, require_seed, scored_tokens
+from rollout_spec.integrations.vllm.sub_steps import num_passes
+from rollout_spec.num_passes import AUTO_SUB_STEPS
 from rollout_spec.transfers import runs_later
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, VerifyResult
 from rollout_spec.verify import kernel
@@ -44,6 +49,7 @@ class EngineV2(Engine):
 
     Attributes: those of `Engine`, and
         session: A `DeviceSession`; None without speculation.
+        scheduled: That of the step's first pass, where it has several (`further_passes.py`).
         confidences: float32 [R, K], the estimated probability that each drafted token is accepted once it is reached,
             by slot: vLLM's own table where it cuts drafts by them.
         asked: What its requests ask of sampling.
@@ -55,7 +61,12 @@ class EngineV2(Engine):
         self.session: DeviceSession | None = session
         scheduler, k = runner.vllm_config.scheduler_config, config.max_draft_tokens if config.speculation else 0
         num_ahead = runner.vllm_config.max_concurrent_batches
-        self._outputs = StepBuffers(scheduler.max_num_seqs, k + 1, runner.device, num_ahead, self.stats)
+        most_passes = (config.sub_steps or AUTO_SUB_STEPS) if k else 1
+        self._outputs = StepBuffers(scheduler.max_num_seqs, k + 1, most_passes, runner.device, num_ahead, self.stats)
+        self._num_passes, self._pass = 1, 0  # of the step
+        self._num_next_drafts = 0  # K of the drafts for the next step
+        self._repetition: Repetition | None = None  # of a step with further passes, and what these write and sample:
+        self._of_step: tuple[StepBuffer, Asked, int] | None = None
         self._memory = kernel.Memory()
         self._hidden: Tensor | None = None  # of the step's tokens
         self._features: Tensor | None = None  # of the step's rows, until drafts are made
@@ -76,16 +87,70 @@ class EngineV2(Engine):
             batch: vLLM's `InputBatch`.
             invalid_drafts: bool [N], from vLLM 0.32 on: rows whose input is a draft that breaks the request's grammar.
         """
-        is_serving = self.is_serving(batch.req_ids)
-        buffer = self._outputs.next() if is_serving else self._outputs.made_up
-        asked = self.asked.of(batch.idx_mapping_np)
+        asked, width = self.asked.of(batch.idx_mapping_np), 1
+        if batch.num_draft_tokens > 0:
+            width += self.config.max_draft_tokens
+        if not self.is_serving(batch.req_ids):
+            return self._sample_in(self._outputs.made_up.passes[0], asked, width, logits, batch, invalid_drafts)
+        buffer = self._outputs.next()
+        buffer.begin(batch.req_ids, width, self._num_passes)
+        output: Any = self._sample_in(buffer.passes[0], asked, width, logits, batch, invalid_drafts)
+        output.when_read = functools.partial(self._outputs.read, buffer)
+        self.asked.sampled(asked, batch)
+        self._of_step = buffer, asked, width
+        return output  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def end_step(self, output: Any) -> None:
+        """Run the step's further passes, and copy what all have sampled.
+
+        Args:
+            output: vLLM's `AsyncOutput` of the first one.
+        """
+        repetition, self._repetition = self._repetition, None
+        if repetition is None or self._of_step is None:
+            return
+        runner, batch, (buffer, asked, width) = self._runner, repetition.batch, self._of_step
+        manager = runner.adaptive_verification
+        for number in range(1, self._num_passes):
+            self._pass = number
+            if self._is_last_pass():
+                self.scheduled.num_spec_tokens_to_schedule = self._num_next_drafts
+            if manager is not None:
+                manager.cut_again(batch)
+            hidden = repetition.forward()
+            self._hidden = hidden if self.wants_features else None
+            logits = runner.model.compute_logits(hidden[batch.logits_indices])
+            seen = self._sample_in(buffer.passes[number], asked, width, logits, batch)
+            counts = seen.num_sampled, seen.num_rejected
+            runner.postprocess_sampled(batch.idx_mapping, seen.sampled_token_ids, *counts, batch.query_start_loc)
+            self.propose(batch, seen.num_sampled)
+        if manager is not None:
+            manager.is_last_pass = True
+            manager.record_confidences(self.confidences, batch)
+        main, copies = runner.main_stream, runner.output_copy_stream
+        with stream(copies, main):
+            copies.wait_stream(main)
+            buffer.copy(is_complete=True)
+            output.copy_event.record(copies)
+
+    def _sample_in(
+        self,
+        of_pass: PassBuffer,
+        asked: Asked,
+        width: int,
+        logits: Tensor,
+        batch: Any,
+        invalid_drafts: Tensor | None = None,
+    ) -> SamplerOutput:
+        """Sample in one forward pass. width: Most tokens that a request may get; the others: as of `sample`."""
+        is_serving = of_pass is not self._outputs.made_up.passes[0]
         slots = batch.idx_mapping.int()  # from vLLM 0.32 on they are int64, for which kernels would be compiled again
         layout, processed = self._rows(batch, slots, invalid_drafts), logits
         if asked.is_processed:
             layout = layout.of(logits.shape[0])
             processed = self._process(logits, batch, layout)
             layout = layout.with_temperature_applied()
-        width = 1 + (self.config.max_draft_tokens if batch.num_draft_tokens > 0 else 0)
         seen = kernel.verify_rows(
             processed,
             layout,
@@ -93,15 +158,22 @@ class EngineV2(Engine):
             logprobs_mode=self._sampler.logprobs_mode if asked.scored_here else None,
             hidden=self._hidden_of_rows(batch) if is_serving else None,
             max_draft_tokens=width - 1,
-            step=buffer.step(batch.req_ids, batch.seq_lens, slots, self._runner.req_states.prefill_len.gpu),
+            step=of_pass.output(batch.seq_lens, slots, self._runner.req_states.prefill_len.gpu),
             memory=self._memory,
         )
         self._features = None if seen.features is None else seen.features[: logits.shape[0]]
-        logprobs = self._logprobs(asked, seen, logits, processed, batch, layout, buffer)
-        if is_serving:
-            self.asked.sampled(asked, batch)
+        logprobs = self._logprobs(asked, seen, logits, processed, batch, layout, of_pass)
+        of_pass.scores = None if logprobs is None else (logprobs, logprobs)
+        if is_serving and self._is_last_pass():
             self.clock.stop()
-        return self._as_vllm(batch, buffer, width, logits, logprobs)
+        tokens, num_sampled = of_pass.sampled(batch.num_reqs, width)
+        return SamplerOutput(
+            sampled_token_ids=tokens,
+            logprobs_tensors=logprobs,
+            num_nans=get_num_nans(logits) if self._sampler.compute_nans else None,
+            num_sampled=num_sampled,
+            num_rejected=of_pass.num_rejected(batch.num_reqs),
+        )
 
     def propose(self, batch: Any, num_sampled: Tensor) -> Tensor:
         """Draft for the next step, once vLLM has recorded the sampled tokens: into its table of drafts.
@@ -126,7 +198,8 @@ class EngineV2(Engine):
         """
         session, (features, self._features) = self.session, (self._features, None)
         assert session is not None
-        session.reserve(batch.idx_mapping_np)
+        if self._pass == 0:
+            session.reserve(batch.idx_mapping_np, self._num_passes)
         if features is not None:
             features = self._from_first_rank(features)  # ranks round sums differently
         texts, noise = self._state()
@@ -140,6 +213,9 @@ class EngineV2(Engine):
         """Whether the next step verifies drafts, as the scheduler has said."""
         scheduled = self.scheduled  # None before the first step
         return scheduled is None or not self._is_asynchronous or scheduled.num_spec_tokens_to_schedule > 0
+
+    def _is_last_pass(self) -> bool:
+        return self._pass == self._num_passes - 1
 
     # -- what vLLM makes up ------------------------------------------------------------------------------------------
 
@@ -175,19 +251,27 @@ class EngineV2(Engine):
 
     def compile_kernels(self, **buffers: Any) -> None:
         zeros = torch.zeros(1, dtype=torch.int32, device=self._runner.device)
-        step = self._outputs.made_up.step([], zeros, zeros, self._runner.req_states.prefill_len.gpu)
+        step = self._outputs.made_up.passes[0].output(zeros, zeros, self._runner.req_states.prefill_len.gpu)
         super().compile_kernels(step=step, memory=self._memory)
         if self.is_cutting:
             self._runner.adaptive_verification.compile(self._index_dtype)
 
     def on_error(self) -> None:
         """A step has raised: its inputs are those of no later one."""
+        self._repetition = None
         if self.is_cutting:
             cutting.forget_step()
 
     def on_kv_cache(self) -> None:
-        """Called when vLLM has decided whether drafts are cut on the device: lets `Cutting` do it."""
-        runner = self._runner
+        """Called when vLLM has decided whether drafts are cut on the device: lets `Cutting` do it.
+
+        Decides how many forward passes a step may have.
+        """
+        runner, most = self._runner, self.config.sub_steps or AUTO_SUB_STEPS
+        reason = why_not(runner) if most > 1 else None
+        self.most_passes = 1 if reason else most
+        if reason and self.config.sub_steps and runner.vllm_config.parallel_config.rank == 0:
+            say(f"rollout_spec: sub_steps={most} has no effect, as steps have one forward pass with {reason}")
         self.is_cutting = runner.adaptive_verification is not None
         if not self.is_cutting:
             return
@@ -203,7 +287,7 @@ class EngineV2(Engine):
         launch = functools.partial(type(timing).forward_start, timing)
 
         def forward_start() -> None:
-            host_time.launch()
+            host_time.launch(self._num_passes)
             launch()
 
         timing.forward_start = forward_start
@@ -240,12 +324,24 @@ class EngineV2(Engine):
         counts = [1 + len(drafts.get(req_id, ())) for req_id in req_ids]
         return tuple(np.repeat(adapters, counts).tolist()), *more
 
+    def begin_step(self, scheduled: Any) -> Any:
+        first = first_pass(scheduled)
+        super().begin_step(scheduled)
+        self.scheduled, self._num_passes, self._pass = first, num_passes(scheduled), 0
+        self._num_next_drafts = scheduled.num_spec_tokens_to_schedule
+        if self.is_cutting:
+            self._runner.adaptive_verification.is_last_pass = self._is_last_pass()
+        return first
+
     def on_forward(self) -> None:
-        """Keeps the step's hidden states."""
+        """Keeps the step's hidden states, and what its further passes repeat."""
         super().on_forward()
         state = self._runner.execute_model_state
         keeps = self.wants_features and not self.warming_up and state is not None
         self._hidden = state.hidden_states if keeps else None
+        if self._num_passes > 1:
+            width = next(iter(self.scheduled.num_scheduled_tokens.values()))
+            self._repetition = Repetition(self._runner, state, width, self._num_passes)
 
     # -- parts of the step -------------------------------------------------------------------------------------------
 
@@ -309,7 +405,7 @@ class EngineV2(Engine):
         processed: Tensor,
         batch: Any,
         layout: Layout,
-        buffer: StepBuffer,
+        of_pass: PassBuffer,
     ) -> LogprobsTensors | None:
         """The log-probabilities that requests ask for.
 
@@ -320,7 +416,7 @@ class EngineV2(Engine):
         if asked.num_logprobs < 0 and not asked.num_custom_ids:
             return None
         if asked.scored_here and asked.num_logprobs == 0:
-            return buffer.logprobs(batch.num_reqs, num_rows)
+            return of_pass.logprobs(batch.num_reqs, num_rows)
         parts = seen.target_token_ids, seen.logprobs, seen.ranks
         targets, logprobs, ranks = (None if part is None else part[:num_rows] for part in parts)
         seen, layout = seen._replace(target_token_ids=targets, logprobs=logprobs, ranks=ranks), layout.of(num_rows)
@@ -345,21 +441,6 @@ class EngineV2(Engine):
             logits_mode=mode.endswith("_logits"),
         )
         return tensors
-
-    def _as_vllm(
-        self, batch: Any, buffer: StepBuffer, width: int, logits: Tensor, logprobs: LogprobsTensors | None
-    ) -> SamplerOutput:
-        tokens, num_sampled = buffer.sampled(batch.num_reqs, width)
-        output: Any = SamplerOutput(
-            sampled_token_ids=tokens,
-            logprobs_tensors=logprobs,
-            num_nans=get_num_nans(logits) if self._sampler.compute_nans else None,
-            num_sampled=num_sampled,
-            num_rejected=buffer.num_rejected(batch.num_reqs),
-        )
-        if buffer is not self._outputs.made_up:
-            output.when_read = functools.partial(self._outputs.read, buffer)
-        return output  # type: ignore[no-any-return]
 
     def finish_counting(self) -> None:
         self._outputs.finish_counting()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from rollout_spec.integrations.vllm import compat, graphs
 from rollout_spec.integrations.vllm.config import (
     MARK,
     MODELS,
+    MOST_PASSES,
     OUR_SCHEDULE,
     VARIABLE,
     ask_for_speculation,
@@ -38,6 +40,7 @@ from rollout_spec.integrations.vllm.config import (
     repeats_seeds,
     say,
     share_of_experts,
+    stream_every_pass,
 )
 from rollout_spec.integrations.vllm.ranks import end_if_unheard
 from rollout_spec.integrations.vllm.requests import FrontEnd
@@ -54,7 +57,11 @@ def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **
     """Let an engine ask for us where the environment variable says so."""
     asked = ask_for_speculation(self)
     try:
-        return original(self, *args, **kwargs)
+        vllm_config = original(self, *args, **kwargs)
+        usage = kwargs.get("usage_context", args[0] if args else None)
+        if getattr(usage, "name", None) == "OPENAI_API_SERVER" and VARIABLE not in os.environ:
+            stream_every_pass(vllm_config)
+        return vllm_config
     except ValueError as error:
         if not asked:
             raise
@@ -185,28 +192,39 @@ def init_engine(original: Callable[..., None], self: Any, *args: Any, **kwargs: 
 
 
 def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any) -> Any:
-    """Ask the workers, once they are ready, whether they cut drafts on the device. The scheduler is made after that."""
+    """Ask the workers, once they are ready, what they can do. The scheduler is made after that."""
     result = original(self, vllm_config)
     config = config_of(vllm_config)
     if config is not None and config.speculation:
         from rollout_spec.integrations.vllm.adaptive import decide_schedule
 
-        decide_schedule(vllm_config, lambda: self.model_executor.collective_rpc("rollout_spec", args=("report",)))
+        reports = self.model_executor.collective_rpc("rollout_spec", args=("report",))
+        object.__setattr__(
+            vllm_config.speculative_config, MOST_PASSES, min(report["most_passes"] for report in reports)
+        )
+        decide_schedule(vllm_config, reports)
     return result
 
 
 def init_scheduler(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace the schedule of K that is ours by one that learns from what steps take (`MeasuredSchedule`).
+    """Let steps have several forward passes, and replace the schedule of K that is ours by one that learns.
 
     With synchronous scheduling vLLM verifies whatever the drafter gives. Under `external_launcher`, as TRL's colocated
-    engines have it, each tensor-parallel rank has a scheduler and a clock of its own, so K must not depend on times.
+    engines have it, each tensor-parallel rank has a scheduler and a clock of its own, so nothing may depend on times.
     """
     original(self, *args, **kwargs)
+    self.rollout_spec = None
+    config, speculative = config_of(self.vllm_config), self.vllm_config.speculative_config
+    if config is None or not config.drafts_on_device or not self.vllm_config.scheduler_config.async_scheduling:
+        return
+    from rollout_spec.integrations.vllm.sub_steps import Steps
+
     parallel = self.vllm_config.parallel_config
     has_peers = parallel.tensor_parallel_size > 1 and parallel.distributed_executor_backend == "external_launcher"
-    is_asynchronous = self.vllm_config.scheduler_config.async_scheduling
-    if is_asynchronous and not has_peers and hasattr(self.vllm_config.speculative_config, OUR_SCHEDULE):
-        self.dynamic_sd_lookup = MeasuredSchedule(self.dynamic_sd_lookup)
+    most_passes = getattr(speculative, MOST_PASSES, 1)
+    self.rollout_spec = Steps(self, most_passes, config.sub_steps, has_clock=not has_peers)
+    if hasattr(speculative, OUR_SCHEDULE) and not has_peers:
+        self.dynamic_sd_lookup = self.rollout_spec.schedule = MeasuredSchedule(self.dynamic_sd_lookup)
 
 
 def collective_rpc(
@@ -217,18 +235,31 @@ def collective_rpc(
     vLLM calls this for the commands of every engine, also before there is a scheduler.
     """
     results = original(self, method, timeout, args, kwargs)
-    if method == "rollout_spec" and list(args[:1]) == ["set_enabled"]:
-        schedule = getattr(self.scheduler, "dynamic_sd_lookup", None)
-        if isinstance(schedule, MeasuredSchedule):
-            schedule.is_enabled = args[1]
+    steps = getattr(getattr(self, "scheduler", None), "rollout_spec", None)
+    if method == "rollout_spec" and list(args[:1]) == ["set_enabled"] and steps is not None:
+        steps.set_enabled(*args[1:])
     return results
 
 
-def update_from_output(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Tell our schedule what a step did."""
-    if isinstance(self.dynamic_sd_lookup, MeasuredSchedule):
-        self.dynamic_sd_lookup.observe_output(*args, **kwargs)
-    return original(self, *args, **kwargs)
+def update_after_schedule(original: Callable[..., None], self: Any, scheduler_output: Any) -> None:
+    """Give a step further forward passes before its tokens are counted."""
+    if self.rollout_spec is not None:
+        self.rollout_spec.lengthen(scheduler_output)
+    original(self, scheduler_output)
+
+
+def update_from_output(original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+    """Learn from a step."""
+    if self.rollout_spec is not None:
+        self.rollout_spec.observe(scheduler_output, model_runner_output)
+    return original(self, scheduler_output, model_runner_output)
+
+
+def make_spec_decoding_stats(original: Callable[..., Any], self: Any, stats: Any, **of_request: Any) -> Any:
+    """Count each forward pass of a step by itself."""
+    if self.rollout_spec is None:
+        return original(self, stats, **of_request)
+    return self.rollout_spec.count_drafts(functools.partial(original, self), stats, **of_request)
 
 
 # -- workers; CPUWorker inherits from Worker -------------------------------------------------------------------------
@@ -329,9 +360,9 @@ def execute_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     if self.rollout_spec is None:
         return original(self, *args, **kwargs)
     try:
-        scheduled = args[0] if args else kwargs["scheduler_output"]
-        self.rollout_spec.begin_step(scheduled)
-        result = original(self, *args, **kwargs)
+        scheduled = args[0] if args else kwargs.pop("scheduler_output")
+        scheduled = self.rollout_spec.begin_step(scheduled)
+        result = original(self, scheduled, *args[1:], **kwargs)
         self.rollout_spec.on_forward()
     except Exception as error:
         self.rollout_spec.on_error()
@@ -341,9 +372,12 @@ def execute_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
 
 
 def sample_tokens(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """End the engine where an error of one rank would be heard by nobody."""
+    """Run a step's further forward passes. End the engine where an error of one rank would be heard by nobody."""
     try:
-        return original(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
+        if self.rollout_spec is not None:
+            self.rollout_spec.end_step(result)
+        return result
     except Exception as error:
         if self.rollout_spec is not None:
             end_if_unheard(self.vllm_config, error)
@@ -430,7 +464,7 @@ def get_output_v2(original: Callable[..., Any], self: Any) -> Any:
     try:
         result = original(self)
     except Exception:
-        when_read(is_sound=False)
+        when_read(None)
         raise
-    when_read()
+    when_read(result)
     return result

@@ -19,7 +19,7 @@ STEPS = 16
 
 
 class HostTime:
-    """Measures the time from one forward pass's launch to the next one's, if the device was idle at both.
+    """Measures the time from one step's launch to the next one's, per forward pass, if the device was idle at both.
 
     If it was not, the host may have waited for it: then this time is an upper bound. Steps in which nothing is drafted
     do not count.
@@ -29,7 +29,7 @@ class HostTime:
         share: Gives all tensor-parallel ranks the first one's object; None for a single rank.
 
     Attributes:
-        milliseconds: The host's time, 0 while it is not known.
+        milliseconds: The host's time for a pass, 0 while it is not known.
         is_step: Whether the last launch was that of a step with drafts for the next one.
     """
 
@@ -41,17 +41,19 @@ class HostTime:
         self._waited = False  # whether the device was idle at the last launch
         self._last: deque[float] = deque(maxlen=STEPS)
         self._num_decisions = 0
+        self._num_passes = 1
 
-    def launch(self) -> None:
-        """A forward pass is about to be launched."""
+    def launch(self, num_passes: int = 1) -> None:
+        """The first forward pass of a step is about to be launched. num_passes: How many the step has."""
         now, waits = time.perf_counter(), self._device_waits()
-        took = (now - self._launched) * 1e3
+        took = (now - self._launched) * 1e3 / self._num_passes
         if self.is_step and waits and self._waited:
             self._last.append(took)
         elif self.is_step:
             self._last = deque((min(before, took) for before in self._last), STEPS)
         # A step without drafts records no event, so what `waits` says is of an earlier step.
         self._launched, self._waited, self.is_step = now, waits and self.is_step, False
+        self._num_passes = num_passes
 
     def for_next_step(self) -> float:
         """Milliseconds, which change once in STEPS steps: all ranks ask in the same step."""

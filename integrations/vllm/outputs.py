@@ -1,21 +1,27 @@
 """What a step of vLLM's V2 model runner tells the host: written by the verifier into one buffer, and copied at once.
 
 vLLM copies the sampled tokens, their numbers and what log-probabilities consist of one by one, each to new pinned
-memory, and the verifier's counts would be one more. Here all of it is one buffer. Its copy begins, in vLLM's stream for
-copies, when vLLM asks for the first part of it (`hooks.copy_to_host_v2`). It is read, and the step is counted, when
-vLLM reads its own output (`hooks.get_output_v2`).
+memory, and the verifier's counts would be one more. Here all of it is one buffer, with a part for each of the step's
+forward passes. Its copy begins, in vLLM's stream for copies, when vLLM asks for the first part of it
+(`hooks.copy_to_host_v2`), or after the last pass. It is read, and the step is counted, when vLLM reads its own output
+(`hooks.get_output_v2`).
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from vllm.v1.outputs import LogprobsLists, LogprobsTensors
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
 from rollout_spec.integrations.vllm.sampling import raise_if_broken
+from rollout_spec.integrations.vllm.sub_steps import COUNTS
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.transfers import host_buffer, runs_later
 from rollout_spec.verify.kernel import StepOutput
@@ -24,38 +30,22 @@ ALIGNMENT = 16
 """Bytes. Triton compiles a kernel anew for pointers that these do not divide."""
 
 
-class StepBuffer:
-    """The output of one step, on the device and on the host.
+class PassBuffer:
+    """The output of one forward pass, on the device and on the host: a part of a `StepBuffer`.
 
-    Args:
-        max_requests, width: Most requests of a step, and rows of each.
+    Attributes:
+        on_device, on_host: By field, `on_host` once the step is copied.
+        scores: The log-probabilities that requests ask for, before and after their copy to the host; None: nobody asks.
     """
 
-    def __init__(self, max_requests: int, width: int, device: torch.device) -> None:
-        num_rows = max_requests * width
-        sizes = {
-            "output": (torch.int64, num_rows), "targets": (torch.int64, num_rows), "ranks": (torch.int64, num_rows),
-            "logprobs": (torch.float32, num_rows), "num_broken": (torch.int32, max_requests),
-            "num_sampled": (torch.int32, max_requests), "num_rows": (torch.int32, max_requests),
-        }  # fmt: skip
-        places, end = {}, 0
-        for name, (dtype, size) in sizes.items():
-            places[name] = dtype, end, end + size * dtype.itemsize
-            end += -(-size * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        self._whole = torch.zeros(end, dtype=torch.uint8, device=device)
-        self._copy = host_buffer(end, device)
-        self.on_device = {name: self._whole[a:b].view(dtype) for name, (dtype, a, b) in places.items()}
-        self.on_host = {name: self._copy[a:b].view(dtype).numpy() for name, (dtype, a, b) in places.items()}
-        self._num_rejected = torch.zeros(max_requests, dtype=torch.int32, device=device)
+    def __init__(self, step: StepBuffer, on_device: dict[str, Tensor], on_host: dict[str, NDArray[Any]]) -> None:
+        self.on_device, self.on_host, self._step = on_device, on_host, step
+        self.scores: tuple[LogprobsTensors, LogprobsTensors] | None = None
+        self._num_rejected = torch.zeros_like(on_device["num_sampled"])
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self._is_copied = True
-        self.is_unread = False
-        """Whether vLLM has been given a step of which it has not read the output."""
-        self._uncounted: list[str] | None = None  # the requests of a step that has not been counted
 
-    def step(self, req_ids: list[str], seq_lens: Tensor, slots: Tensor, prefill: Tensor) -> StepOutput:
-        """A step begins: where its output goes. seq_lens, slots, prefill: The last three fields of `StepOutput`."""
-        self._uncounted, self._is_copied = req_ids, False
+    def output(self, seq_lens: Tensor, slots: Tensor, prefill: Tensor) -> StepOutput:
+        """Where the verifier writes. seq_lens, slots, prefill: The last three fields of `StepOutput`."""
         of = self.on_device
         counts = of["num_broken"], of["num_sampled"], of["num_rows"], self._num_rejected
         return StepOutput(of["output"], of["targets"], of["logprobs"], of["ranks"], *counts, seq_lens, slots, prefill)
@@ -66,10 +56,14 @@ class StepBuffer:
             tokens = self.on_device["output"][: num_requests * width].view(num_requests, width)
             counts = self.on_device["num_sampled"][:num_requests]
             # Attributes of the tensors themselves, as vLLM passes nothing else on.
-            tokens.copy_of_step = self, self.on_host["output"][: num_requests * width].reshape(num_requests, width)  # type: ignore[attr-defined]
-            counts.copy_of_step = self, self.on_host["num_sampled"][:num_requests]  # type: ignore[attr-defined]
+            tokens.copy_of_step = self._step, self.tokens_on_host(num_requests, width)  # type: ignore[attr-defined]
+            counts.copy_of_step = self._step, self.on_host["num_sampled"][:num_requests]  # type: ignore[attr-defined]
             self._views[num_requests, width] = tokens, counts
         return self._views[num_requests, width]
+
+    def tokens_on_host(self, num_requests: int, width: int) -> NDArray[np.int64]:
+        """int64 [B, width]"""
+        return self.on_host["output"][: num_requests * width].reshape(num_requests, width)
 
     def num_rejected(self, num_requests: int) -> Tensor:
         """int32 [B]"""
@@ -79,14 +73,60 @@ class StepBuffer:
         """Of sampled tokens alone, N of them, as vLLM takes them."""
         of = self.on_device
         tensors = _CopiedLogprobs(of["targets"], of["logprobs"], of["ranks"])
-        tensors.buffer, tensors.num_requests, tensors.num_rows = self, num_requests, num_rows
+        tensors.of_pass, tensors.step, tensors.num_requests, tensors.num_rows = self, self._step, num_requests, num_rows
         return tensors
 
-    def copy(self) -> None:
-        """Begin the copy to the host, in the current stream, unless it has begun."""
-        if not self._is_copied:
-            self._copy.copy_(self._whole, non_blocking=True)
-            self._is_copied = True
+
+class StepBuffer:
+    """The output of one step, on the device and on the host.
+
+    Args:
+        max_requests, width: Most requests of a step, and rows of each in a forward pass.
+        max_passes: Most forward passes.
+
+    Attributes:
+        passes: Where each pass writes.
+        is_unread: Whether vLLM has been given a step of which it has not read the output.
+    """
+
+    def __init__(self, max_requests: int, width: int, max_passes: int, device: torch.device) -> None:
+        num_rows = max_requests * width
+        sizes = {
+            "output": (torch.int64, num_rows), "targets": (torch.int64, num_rows), "ranks": (torch.int64, num_rows),
+            "logprobs": (torch.float32, num_rows), "num_broken": (torch.int32, max_requests),
+            "num_sampled": (torch.int32, max_requests), "num_rows": (torch.int32, max_requests),
+        }  # fmt: skip
+        places, end = {}, 0
+        for name, (dtype, size) in sizes.items():
+            places[name] = dtype, end, end + size * dtype.itemsize
+            end += -(-size * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        self._whole = torch.zeros(max_passes, end, dtype=torch.uint8, device=device)
+        self._copy = host_buffer(max_passes * end, device).view(max_passes, end)
+        self.passes = []
+        for part, copy in zip(self._whole, self._copy, strict=True):
+            on_device = {name: part[a:b].view(dtype) for name, (dtype, a, b) in places.items()}
+            on_host = {name: copy[a:b].view(dtype).numpy() for name, (dtype, a, b) in places.items()}
+            self.passes.append(PassBuffer(self, on_device, on_host))
+        self._num_passes, self._width, self._is_copied, self.is_unread = 1, 1, True, False
+        self._uncounted: list[str] | None = None  # the requests of a step that has not been counted
+
+    def begin(self, req_ids: list[str], width: int, num_passes: int) -> None:
+        """A step begins. width: Of what each pass gives `PassBuffer.sampled`."""
+        self._uncounted, self._is_copied, self._width, self._num_passes = req_ids, False, width, num_passes
+
+    def copy(self, *, is_complete: bool = False) -> None:
+        """Begin the copy to the host, in the current stream, unless it has begun.
+
+        vLLM asks for it after the first pass. If others follow, that waits for the last one, with `is_complete`.
+        """
+        if self._is_copied or (self._num_passes > 1 and not is_complete):
+            return
+        self._copy[: self._num_passes].copy_(self._whole[: self._num_passes], non_blocking=True)
+        self._is_copied = True
+        for of_pass in self.passes[1 : self._num_passes]:
+            if of_pass.scores is not None:
+                on_device, _ = of_pass.scores
+                of_pass.scores = on_device, on_device.to_cpu_nonblocking()
 
     def count(self, stats: SpeculationStats) -> None:
         """Count the step, whose copy has arrived, unless that has been done.
@@ -96,28 +136,68 @@ class StepBuffer:
         """
         if self._uncounted is None or not self._is_copied:
             return
-        of, size = self.on_host, len(self._uncounted)
-        raise_if_broken(of["num_broken"][:size], self._uncounted)  # it stays uncounted: whoever asks gets the error
+        size = len(self._uncounted)
+        for of_pass in self.passes[: self._num_passes]:
+            # If it raises, the step stays uncounted: whoever asks gets the error.
+            raise_if_broken(of_pass.on_host["num_broken"][:size], self._uncounted)
         self._uncounted = None
-        rows, sampled = (of[name][:size].astype(np.int64) for name in ("num_rows", "num_sampled"))
-        has_sampled = sampled > 0
-        stats.record(rows[has_sampled] - 1, sampled[has_sampled] - 1)
+        for of_pass in self.passes[: self._num_passes]:
+            rows, sampled = (of_pass.on_host[name][:size].astype(np.int64) for name in ("num_rows", "num_sampled"))
+            has_sampled = sampled > 0
+            stats.record(rows[has_sampled] - 1, sampled[has_sampled] - 1)
+
+    def join(self, result: ModelRunnerOutput) -> None:
+        """Add the output of further passes to what vLLM has read of the first one. Sets COUNTS, see `sub_steps.py`."""
+        if self._num_passes == 1:
+            return
+        size, passes = len(result.req_ids), self.passes[: self._num_passes]
+        counts = np.stack([of_pass.on_host["num_sampled"][:size] for of_pass in passes])
+        width = int(counts.max())
+        tokens = np.stack([of_pass.tokens_on_host(size, self._width)[:, :width] for of_pass in passes], 1)
+        flat = tokens[np.arange(width) < counts.T[:, :, None]].tolist()
+        ends = [0, *counts.sum(0).cumsum().tolist()]
+        result.sampled_token_ids = [flat[a:b] for a, b in itertools.pairwise(ends)]
+        if result.logprobs is not None:
+            further = [of_pass.scores[1].tolists() for of_pass in passes[1:] if of_pass.scores is not None]
+            result.logprobs = join_logprobs([result.logprobs, *further], counts)
+        setattr(result, COUNTS, counts)
+
+
+def join_logprobs(parts: Sequence[LogprobsLists], counts: NDArray[np.integer]) -> LogprobsLists:
+    """The log-probabilities of all passes of a step, by request.
+
+    Args:
+        parts: Of each pass. Its rows are those of its requests, the first ones of each those of what was sampled.
+        counts: integer [n, B], how many tokens each pass has sampled for each request.
+    """
+    firsts, end = [], 0
+    for part in parts:
+        starts, num_rows = part.cu_num_generated_tokens, part.logprobs.shape[0]
+        firsts.append(end + (np.arange(num_rows) if starts is None else np.array(starts[:-1])))
+        end += num_rows
+    first, number = np.stack(firsts, 1).ravel(), counts.T.ravel()
+    ends = number.cumsum()
+    rows = np.repeat(first - (ends - number), number) + np.arange(ends[-1])
+    starts = [0, *ends[counts.shape[0] - 1 :: counts.shape[0]].tolist()]
+    columns = zip(*(part[:3] for part in parts), strict=True)
+    return LogprobsLists(*(np.concatenate(column)[rows] for column in columns), starts)
 
 
 class _CopiedLogprobs(LogprobsTensors):
     """Log-probabilities that lie in a `StepBuffer`."""
 
-    buffer: StepBuffer
+    of_pass: PassBuffer
+    step: StepBuffer
     num_requests: int
     num_rows: int
 
     def to_cpu_nonblocking(self) -> LogprobsTensors:
-        self.buffer.copy()
+        self.step.copy()
         return self
 
     def tolists(self, cu_num_generated_tokens: list[int] | None = None) -> LogprobsLists:
         """Copies, as the buffer is soon another step's. Only the device knew whose rows are whose."""
-        of, starts = self.buffer.on_host, None
+        of, starts = self.of_pass.on_host, None
         if self.num_rows != self.num_requests:
             starts = [0, *of["num_rows"][: self.num_requests].cumsum().tolist()]
         columns = (of[name][: self.num_rows, None].copy() for name in ("targets", "logprobs"))
@@ -132,19 +212,30 @@ class StepBuffers:
     """
 
     def __init__(
-        self, max_requests: int, width: int, device: torch.device, num_ahead: int, stats: SpeculationStats
+        self,
+        max_requests: int,
+        width: int,
+        max_passes: int,
+        device: torch.device,
+        num_ahead: int,
+        stats: SpeculationStats,
     ) -> None:
-        self.made_up, *self._buffers = (StepBuffer(max_requests, width, device) for _ in range(1 + num_ahead))
+        self.made_up = StepBuffer(max_requests, width, 1, device)
+        self._buffers = [StepBuffer(max_requests, width, max_passes, device) for _ in range(num_ahead)]
         self._num_steps, self._device, self._stats = 0, device, stats
         self._lock = threading.Lock()  # vLLM reads outputs in a thread of its own, where workers are processes
         self._reads_outputs = False  # of tensor-parallel ranks vLLM reads one's
 
-    def read(self, buffer: StepBuffer, *, is_sound: bool = True) -> None:
-        """vLLM has read a step's output, or failed to. Raises as `StepBuffer.count`."""
-        self._reads_outputs, buffer.is_unread = True, False
-        if is_sound:
-            with self._lock:
-                buffer.count(self._stats)
+    def read(self, buffer: StepBuffer, result: ModelRunnerOutput | None) -> None:
+        """vLLM has read a step's output, or failed to: None. Raises as `StepBuffer.count`."""
+        self._reads_outputs = True
+        try:
+            if result is not None:
+                with self._lock:
+                    buffer.count(self._stats)
+                buffer.join(result)
+        finally:
+            buffer.is_unread = False
 
     def finish_counting(self) -> None:
         """Count the steps whose output vLLM has not read yet. Waits for the device. Raises as `StepBuffer.count`."""

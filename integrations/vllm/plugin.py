@@ -44,6 +44,7 @@ def _wrapped(original: Any, function: Callable[..., Any]) -> Any:
 _config = "vllm.config.vllm", "VllmConfig"
 _inputs = "vllm.v1.engine.input_processor", "InputProcessor"
 _scheduler = "vllm.v1.core.sched.scheduler", "Scheduler"
+_async_scheduler = "vllm.v1.core.sched.async_scheduler", "AsyncScheduler"
 _runner_v1 = "vllm.v1.worker.gpu_model_runner", "GPUModelRunner"
 _runner_v2 = "vllm.v1.worker.gpu.model_runner", "GPUModelRunner"
 _worker = "vllm.v1.worker.gpu_worker", "Worker"
@@ -64,6 +65,8 @@ HOOKS = (
     Hook("vllm.v1.engine.core", "EngineCore", "collective_rpc", hooks.collective_rpc),
     Hook(*_scheduler, "__init__", hooks.init_scheduler),
     Hook(*_scheduler, "update_from_output", hooks.update_from_output),
+    Hook(*_scheduler, "make_spec_decoding_stats", hooks.make_spec_decoding_stats),
+    Hook(*_async_scheduler, "_update_after_schedule", hooks.update_after_schedule),
     Hook(*_runner_v1, "__init__", hooks.init_runner),
     Hook(*_runner_v1, "execute_model", hooks.execute_model),
     Hook(*_runner_v1, "sample_tokens", hooks.sample_tokens),

@@ -28,32 +28,34 @@ class StepClock:
         self._started = 0.0
         self._num_steps = 0
         self._marks: list[Any] = []  # of the step that is timed
-        self._unread: deque[tuple[Any, Any, float]] = deque()
+        self._num_passes = 1  # of that step
+        self._unread: deque[tuple[Any, Any, float, int]] = deque()
 
-    def start(self, *, is_busy: bool) -> None:
+    def start(self, *, is_busy: bool, num_passes: int) -> None:
         """A step begins.
 
         Args:
             is_busy: Whether a request of the last step goes on, so that the engine has not been idle since.
+            num_passes: Its forward passes, which count as steps.
         """
         last, self._started = self._started, time.perf_counter()
         if len(self._marks) == 2 and is_busy:
             began, ended = self._marks
-            self._unread.append((began, ended, self._started - last))
-        self._num_steps += 1
+            self._unread.append((began, ended, self._started - last, self._num_passes))
+        self._num_steps, self._num_passes = self._num_steps + 1, num_passes
         self._marks = [] if self._num_steps % STEPS_PER_TIMED else [self._now()]
         self.read()
 
     def stop(self) -> None:
-        """Verification has ended, or its work has been launched."""
+        """The last pass's verification has ended, or its work has been launched."""
         if len(self._marks) == 1:
             self._marks.append(self._now())
 
     def read(self) -> None:
         """Count the steps that the device has finished."""
         while self._unread and (not self._uses_events or self._unread[0][1].query()):
-            began, ended, seconds = self._unread.popleft()
-            self._stats.timed_steps += 1
+            began, ended, seconds, num_passes = self._unread.popleft()
+            self._stats.timed_steps += num_passes
             self._stats.step_seconds += seconds
             self._stats.device_seconds += began.elapsed_time(ended) / 1e3 if self._uses_events else ended - began
 

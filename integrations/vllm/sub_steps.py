@@ -1,0 +1,198 @@
+"""Several forward passes for one step of vLLM's scheduler, for which the host schedules once: the scheduler's part.
+
+V2's model runner keeps all that changes from step to step on the device: how far requests are, their last tokens, their
+drafts. So where nothing but decoding happens a step can be repeated there before the host hears of its tokens
+(`further_passes.py`). Here such a step is lengthened: each request gets blocks and placeholders for n passes of K + 1
+tokens. The scheduler takes back what was not sampled, as it does with rejected drafts, so its accounts stay right. It
+is done after the step has been scheduled, so n passes need no token budget and preempt nobody.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_spec.measured_schedule import MeasuredSchedule
+from rollout_spec.num_passes import NumPasses
+
+STEP, COUNTS = "rollout_spec_step", "rollout_spec_counts"
+"""What we add to vLLM's `SchedulerOutput`, a `Step`, and to the `ModelRunnerOutput` of several passes: integer [n, B],
+how many tokens each pass has sampled."""
+
+
+class Step(NamedTuple):
+    """A step of the scheduler."""
+
+    num_passes: int
+    num_draft_tokens: int
+    """K, of each request in each pass; the most if they differ."""
+    num_next_drafts: int
+    """K of the drafts that its last pass makes."""
+    began: float
+    """When it was scheduled, seconds of this process's clock."""
+    is_trial: bool
+    """Whether its number of passes is being tried."""
+
+
+def num_passes(scheduled: Any) -> int:
+    """n of vLLM's `SchedulerOutput`."""
+    step = getattr(scheduled, STEP, None)
+    return 1 if step is None else step.num_passes
+
+
+class Steps:
+    """Lengthens the steps of one scheduler, and learns from what they take and sample.
+
+    Args:
+        scheduler: vLLM's `AsyncScheduler`.
+        most: Most passes that the workers can run.
+        sub_steps: Of the configuration: the number of passes, or None.
+        has_clock: False where the ranks of an engine have a scheduler each and no common clock.
+
+    Attributes:
+        may_repeat: Whether steps may have several passes now.
+        schedule: What decides K; None: something else does.
+    """
+
+    def __init__(self, scheduler: Any, most: int, sub_steps: int | None, *, has_clock: bool) -> None:
+        self.may_repeat = True
+        self.schedule: MeasuredSchedule | None = None
+        self._scheduler, self._most = scheduler, most
+        self._num_passes = NumPasses(most)
+        self._choose: Callable[[int, bool], int] = self._num_passes.choose
+        if sub_steps is not None:
+            self._choose = lambda num_requests, has_drafts: sub_steps
+        elif not has_clock:
+            self._choose = lambda num_requests, has_drafts: 2 if has_drafts else 1
+        # Steps that were scheduled and have not been heard of. Some never are, after a fault.
+        self._ahead: deque[Step] = deque(maxlen=4)
+        self._last: Step | None = None  # that was heard of
+        self._last_update = 0.0
+        self._outcome: tuple[int, NDArray[np.int64], dict[str, int]] | None = None
+        """Of a step of several passes whose output is read: K, its counts and the requests' places."""
+
+    def set_enabled(self, enabled: bool, may_repeat: bool = True) -> None:
+        """As the command of this name."""
+        self.may_repeat = may_repeat
+        if self.schedule is not None:
+            self.schedule.is_enabled = enabled
+
+    def lengthen(self, scheduled: Any) -> None:
+        """Give a step as many passes as it shall have. Called before vLLM counts its tokens.
+
+        Args:
+            scheduled: vLLM's `SchedulerOutput`, changed.
+        """
+        tokens = scheduled.num_scheduled_tokens
+        if not tokens:
+            return
+        k = max(map(len, scheduled.scheduled_spec_decode_tokens.values()), default=0)
+        n = 1
+        if self.may_repeat and self._most > 1 and self._only_decodes(scheduled, k):
+            chosen = min(self._choose(len(tokens), k > 0), self._most)
+            n = self._with_room(scheduled, min(chosen, self._most_useful(scheduled, k + 1)), k + 1)
+        step = Step(n, k, scheduled.num_spec_tokens_to_schedule, time.perf_counter(), self._num_passes.is_trial)
+        self._ahead.append(step)
+        setattr(scheduled, STEP, step)
+
+    def _only_decodes(self, scheduled: Any, k: int) -> bool:
+        """Whether each request of a step has one token and K draft tokens, and is of a kind that can be repeated."""
+        tokens, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
+        if scheduled.scheduled_new_reqs or scheduled.scheduled_cached_reqs.resumed_req_ids:
+            return False
+        if set(tokens.values()) != {k + 1} or (k > 0 and {len(drafts.get(req_id, ())) for req_id in tokens} != {k}):
+            return False
+        requests = map(self._scheduler.requests.__getitem__, tokens)
+        return not any(r.is_prefill_chunk or r.use_structured_output or r.resumable for r in requests)
+
+    def _most_useful(self, scheduled: Any, width: int) -> int:
+        """Passes until each request has reached its `max_tokens`, or one of them `max_model_len`.
+
+        A request in flight has got at least one token in each pass of the step before.
+        """
+        scheduler, before = self._scheduler, self._ahead[-1].num_passes if self._ahead else 1
+        requests = [scheduler.requests[req_id] for req_id in scheduled.num_scheduled_tokens]
+        left = max(r.max_tokens - r.num_output_tokens - before * (r.num_output_placeholders > 0) for r in requests)
+        longest = max(r.num_computed_tokens for r in requests)
+        return max(1, min(left, (scheduler.max_model_len - 1 - longest) // width))
+
+    def _with_room(self, scheduled: Any, n: int, width: int) -> int:
+        """Give each request blocks for n passes; 1 where some have none. What the others got they will need soon."""
+        if n == 1:
+            return 1
+        scheduler, cached = self._scheduler, scheduled.scheduled_cached_reqs
+        for i, req_id in enumerate(cached.req_ids):
+            more = scheduler.kv_cache_manager.allocate_slots(
+                scheduler.requests[req_id], n * width, num_lookahead_tokens=scheduler.num_lookahead_tokens
+            )
+            if more is None:
+                return 1
+            if (ids := more.get_block_ids(allow_none=True)) is not None:
+                known = cached.new_block_ids[i]
+                both = ids if known is None else tuple(a + b for a, b in zip(known, ids, strict=True))
+                cached.new_block_ids[i] = both
+        tokens, drafts, placeholders = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens, [-1]
+        placeholders *= n * width - 1
+        for req_id in tokens:
+            tokens[req_id], drafts[req_id] = n * width, placeholders
+        scheduled.total_num_scheduled_tokens *= n
+        return n
+
+    def observe(self, scheduled: Any, output: Any) -> None:
+        """Learn from a step. Called before vLLM's scheduler hears of it.
+
+        It counts only if the one before it and those scheduled after it are alike: while it runs, the host prepares the
+        next step and lets drafts be made for the one after that. Right after a pause vLLM still cuts drafts by what
+        paid before the pause.
+
+        Args:
+            scheduled, output: vLLM's `SchedulerOutput` and `ModelRunnerOutput`.
+        """
+        self._outcome, step = None, getattr(scheduled, STEP, None)
+        if step is None:
+            return
+        n, k = step.num_passes, step.num_draft_tokens
+        if n > 1:
+            self._outcome = k, getattr(output, COUNTS), output.req_id_to_index
+        while self._ahead and self._ahead.popleft() is not step:
+            pass
+        now, last = time.perf_counter(), self._last
+        seconds, self._last_update, self._last = now - max(step.began, self._last_update), now, step
+        neighbours = [step, *self._ahead] if last is None else [last, step, *self._ahead]
+        later_k = {later.num_next_drafts for later in (step, *self._ahead)}
+        if (
+            last is None
+            or later_k | {last.num_draft_tokens} != {k}
+            or {other.num_passes for other in neighbours} != {n}
+        ):
+            return
+        names = output.req_id_to_index if output.sampled_token_ids else {}  # in the order of the batch
+        if n > 1:
+            drafted, counts = np.full((n, len(names)), k), getattr(output, COUNTS)
+        else:
+            drafts = scheduled.scheduled_spec_decode_tokens
+            drafted = np.array([[len(drafts.get(name, ())) for name in names]], np.int64)
+            counts = np.array([list(map(len, output.sampled_token_ids or ()))], np.int64)
+        has_prompts = scheduled.total_num_scheduled_tokens != drafted.size + int(drafted.sum())
+        if self.schedule is not None:
+            of_pass = None if has_prompts or step.is_trial else seconds / n
+            for drafted_in, sampled in zip(drafted, counts, strict=True):
+                self.schedule.observe(drafted_in[sampled > 0], sampled[sampled > 0] - 1, of_pass)
+        if not has_prompts:
+            self._num_passes.observe(len(names), k > 0, n, seconds)
+
+    def count_drafts(self, count: Callable[..., Any], stats: Any, **of_request: Any) -> Any:
+        """Call vLLM's `make_spec_decoding_stats` once per pass: its statistics by position are those of one."""
+        if self._outcome is None:
+            return count(stats, **of_request)
+        k, counts, places = self._outcome
+        if k:
+            for num_sampled in counts[:, places[of_request["request_id"]]].tolist():
+                of_pass = {"num_draft_tokens": k, "num_accepted_tokens": num_sampled - 1}
+                stats = count(stats, **{**of_request, **of_pass})
+        return stats
