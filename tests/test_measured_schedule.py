@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
@@ -121,68 +119,6 @@ def test_drafts_for_which_a_step_had_no_room():
         schedule.observe(drafted, np.zeros(16, np.int64), 0.01 + 0.001 * k)
     assert schedule.choose(16) == 0
     schedule.observe(np.full(16, 9), np.full(16, 9), 0.01)
-
-
-class Clock:
-    """In the schedule's place for `time`."""
-
-    seconds = 0.0
-
-    def perf_counter(self):
-        return self.seconds
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(measured_schedule, "time", clock)
-    return clock
-
-
-def tell(schedule, drafts, sampled, prompt_tokens=0):
-    """A step's output, as vLLM's scheduler gets it: draft tokens and tokens of each request, by name."""
-    scheduled = SimpleNamespace(
-        num_scheduled_tokens=dict.fromkeys(drafts, 1),
-        total_num_scheduled_tokens=sum(1 + k for k in drafts.values()) + prompt_tokens,
-        scheduled_spec_decode_tokens={name: [-1] * k for name, k in drafts.items() if k},
-    )
-    rows = {name: i for i, name in enumerate(sampled)}
-    schedule.observe_output(scheduled, SimpleNamespace(sampled_token_ids=list(sampled.values()), req_id_to_index=rows))
-
-
-def test_what_the_schedule_is_told_of_a_step(clock, monkeypatch):
-    """A step takes from when it was scheduled, or the one before had ended, to when its output is there.
-
-    It says nothing where the one before, or those that the host prepares meanwhile, have another K.
-    """
-    told, chosen = [], iter([7, 7, 7, 7, 7, 0, 0])
-    schedule = MeasuredSchedule(MOST)
-    monkeypatch.setattr(schedule, "observe", lambda *of_step: told.append(of_step))
-    monkeypatch.setattr(schedule, "choose", lambda num_requests: next(chosen))
-    assert schedule[2] == 7  # scheduled at 0, of requests that have no drafts yet
-    clock.seconds = 1.0
-    assert schedule[2] == 7  # scheduled while the first one runs
-    clock.seconds = 3.0
-    tell(schedule, {"a": 0, "b": 0}, {"a": [5], "b": [7]})  # the next one has drafts
-    assert schedule[2] == 7
-    tell(schedule, {"a": 7, "b": 7}, {"a": [5], "b": [7]})  # the one before had none
-    assert schedule[2] == 7
-    clock.seconds = 5.0
-    tell(schedule, {"a": 7, "b": 2}, {"a": [5, 6], "b": [7, 8, 9]})
-    clock.seconds = 6.0
-    tell(schedule, {"a": 7, "b": 7}, {"a": [5], "b": [7]}, prompt_tokens=20)
-    clock.seconds = 9.0  # nobody asked for anything meanwhile
-    assert schedule[1] == 7
-    clock.seconds = 10.0
-    tell(schedule, {"a": 7}, {"a": [5, 6]})
-    assert schedule[1] == 0
-    assert schedule[1] == 0
-    tell(schedule, {"a": 7}, {"a": [5, 6]})  # the step after the next one will have none
-    tell(schedule, {}, {})
-    drafted, accepted, seconds = zip(*told, strict=True)
-    assert [of_step.tolist() for of_step in drafted] == [[7, 2], [7, 7], [7]]
-    assert [of_step.tolist() for of_step in accepted] == [[1, 2], [0, 0], [1]]
-    assert seconds == (2.0, None, 1.0)
 
 
 def test_few_requests_keep_their_drafts_where_those_of_many_are_cut():

@@ -111,28 +111,32 @@ class EngineV2(Engine):
         if repetition is None or self._of_step is None:
             return
         runner, batch, (buffer, asked, width) = self._runner, repetition.batch, self._of_step
-        manager = runner.adaptive_verification
         for number in range(1, self._num_passes):
             self._pass = number
-            if self._is_last_pass():
-                self.scheduled.num_spec_tokens_to_schedule = self._num_next_drafts
-            if manager is not None:
-                manager.cut_again(batch)
-            hidden = repetition.forward()
-            self._hidden = hidden if self.wants_features else None
-            logits = runner.model.compute_logits(hidden[batch.logits_indices])
-            seen = self._sample_in(buffer.passes[number], asked, width, logits, batch)
-            counts = seen.num_sampled, seen.num_rejected
-            runner.postprocess_sampled(batch.idx_mapping, seen.sampled_token_ids, *counts, batch.query_start_loc)
-            self.propose(batch, seen.num_sampled)
-        if manager is not None:
-            manager.is_last_pass = True
-            manager.record_confidences(self.confidences, batch)
+            self._run_further_pass(repetition, buffer.passes[number], asked, width)
+        if self.is_cutting:
+            runner.adaptive_verification.is_last_pass = True
+            runner.adaptive_verification.record_confidences(self.confidences, batch)
         main, copies = runner.main_stream, runner.output_copy_stream
         with stream(copies, main):
             copies.wait_stream(main)
             buffer.copy(is_complete=True)
             output.copy_event.record(copies)
+
+    def _run_further_pass(self, repetition: Repetition, of_pass: PassBuffer, asked: Asked, width: int) -> None:
+        """Only launches kernels. The arguments that are not named here: as of `_sample_in`."""
+        runner, batch = self._runner, repetition.batch
+        if self._is_last_pass():
+            self.scheduled.num_spec_tokens_to_schedule = self._num_next_drafts
+        if self.is_cutting:
+            runner.adaptive_verification.cut_again(batch)
+        hidden = repetition.forward()
+        self._hidden = hidden if self.wants_features else None
+        logits = runner.model.compute_logits(hidden[batch.logits_indices])
+        seen = self._sample_in(of_pass, asked, width, logits, batch)
+        counts = seen.num_sampled, seen.num_rejected
+        runner.postprocess_sampled(batch.idx_mapping, seen.sampled_token_ids, *counts, batch.query_start_loc)
+        self.propose(batch, seen.num_sampled)
 
     def _sample_in(
         self,

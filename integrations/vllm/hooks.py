@@ -21,8 +21,8 @@ from rollout_spec.integrations.vllm import compat, graphs
 from rollout_spec.integrations.vllm.config import (
     MARK,
     MODELS,
-    MOST_PASSES,
     OUR_SCHEDULE,
+    PASSES,
     VARIABLE,
     ask_for_speculation,
     check_engine,
@@ -199,9 +199,8 @@ def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: A
         from rollout_spec.integrations.vllm.adaptive import decide_schedule
 
         reports = self.model_executor.collective_rpc("rollout_spec", args=("report",))
-        object.__setattr__(
-            vllm_config.speculative_config, MOST_PASSES, min(report["most_passes"] for report in reports)
-        )
+        most_passes = min(report["most_passes"] for report in reports)
+        object.__setattr__(vllm_config.speculative_config, PASSES, (most_passes, config.sub_steps))
         decide_schedule(vllm_config, reports)
     return result
 
@@ -214,15 +213,15 @@ def init_scheduler(original: Callable[..., None], self: Any, *args: Any, **kwarg
     """
     original(self, *args, **kwargs)
     self.rollout_spec = None
-    config, speculative = config_of(self.vllm_config), self.vllm_config.speculative_config
-    if config is None or not config.drafts_on_device or not self.vllm_config.scheduler_config.async_scheduling:
+    speculative = self.vllm_config.speculative_config
+    most_passes, sub_steps = getattr(speculative, PASSES, (0, None))
+    if not most_passes or not self.vllm_config.scheduler_config.async_scheduling:
         return
     from rollout_spec.integrations.vllm.sub_steps import Steps
 
     parallel = self.vllm_config.parallel_config
     has_peers = parallel.tensor_parallel_size > 1 and parallel.distributed_executor_backend == "external_launcher"
-    most_passes = getattr(speculative, MOST_PASSES, 1)
-    self.rollout_spec = Steps(self, most_passes, config.sub_steps, has_clock=not has_peers)
+    self.rollout_spec = Steps(self, most_passes, sub_steps, has_clock=not has_peers)
     if hasattr(speculative, OUR_SCHEDULE) and not has_peers:
         self.dynamic_sd_lookup = self.rollout_spec.schedule = MeasuredSchedule(self.dynamic_sd_lookup)
 

@@ -100,10 +100,12 @@ class StepBuffer:
         for name, (dtype, size) in sizes.items():
             places[name] = dtype, end, end + size * dtype.itemsize
             end += -(-size * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        self._whole = torch.zeros(max_passes, end, dtype=torch.uint8, device=device)
-        self._copy = host_buffer(max_passes * end, device).view(max_passes, end)
+        whole = torch.zeros(max_passes, end, dtype=torch.uint8, device=device)
+        whole_on_host = host_buffer(max_passes * end, device).view(max_passes, end)
+        self._copies = [(whole[:n], whole_on_host[:n]) for n in range(1, max_passes + 1)]
+        """What steps of 1, 2, ... passes copy, and to where."""
         self.passes = []
-        for part, copy in zip(self._whole, self._copy, strict=True):
+        for part, copy in zip(whole, whole_on_host, strict=True):
             on_device = {name: part[a:b].view(dtype) for name, (dtype, a, b) in places.items()}
             on_host = {name: copy[a:b].view(dtype).numpy() for name, (dtype, a, b) in places.items()}
             self.passes.append(PassBuffer(self, on_device, on_host))
@@ -121,12 +123,13 @@ class StepBuffer:
         """
         if self._is_copied or (self._num_passes > 1 and not is_complete):
             return
-        self._copy[: self._num_passes].copy_(self._whole[: self._num_passes], non_blocking=True)
+        on_device, on_host = self._copies[self._num_passes - 1]
+        on_host.copy_(on_device, non_blocking=True)
         self._is_copied = True
         for of_pass in self.passes[1 : self._num_passes]:
             if of_pass.scores is not None:
-                on_device, _ = of_pass.scores
-                of_pass.scores = on_device, on_device.to_cpu_nonblocking()
+                scores, _ = of_pass.scores
+                of_pass.scores = scores, scores.to_cpu_nonblocking()
 
     def count(self, stats: SpeculationStats) -> None:
         """Count the step, whose copy has arrived, unless that has been done.

@@ -33,7 +33,8 @@ MIXES_MASKS = not IS_V2 and vllm.__version_tuple__[:2] < (0, 31)
 """V1 mixes up requests' `allowed_token_ids` before 0.31, also without drafts."""
 RESIDENT = {"drafter_options": {"max_resident_tokens": 4096}}
 """History on the device takes little memory."""
-DEVICE = {"drafter": "device", **RESIDENT}
+DEVICE = {"drafter": "device", "sub_steps": 2, **RESIDENT}
+"""Where nothing but decoding happens, each step has two forward passes."""
 OF_RUNNER = DEVICE if IS_V2 else {}
 """The drafter of this process's model runner."""
 PLAIN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}

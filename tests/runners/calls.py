@@ -1,9 +1,10 @@
 """How many calls towards a GPU one decode step of vLLM's V2 model runner takes the host, with and without drafts.
 
-    python -m tests.runners.calls stock|adaptive NUMBER_OF_REQUESTS...
+    python -m tests.runners.calls stock|adaptive|further NUMBER_OF_REQUESTS...
 
-prints them as JSON, by kind and number of requests. A CPU does what a GPU would be given: kernels are emulated, streams
-and events are stand-ins, and nothing is counted of the model's own layers, which a CUDA graph replays in one call.
+prints them as JSON, by kind and number of requests, with the names of the kernels; `further` is what a further forward
+pass of a step takes. A CPU does what a GPU would be given: kernels are emulated, streams and events are stand-ins, and
+nothing is counted of the model's own layers, which a CUDA graph replays in one call.
 """
 
 from __future__ import annotations
@@ -47,6 +48,16 @@ class Count(TorchDispatchMode):
         is_view = name in VIEWS or (name == "to" and result is args[0])
         self.add("copies" if is_copy else "views" if is_view else "ops")
         return result
+
+    def switched_on(self, function):
+        """`function`, in which calls are counted."""
+
+        def call(*args):
+            self.is_on = True
+            function(*args)
+            self.is_on = False
+
+        return call
 
     def muted(self, function, kind=None):
         """`function`, counted as one call of a kind, or not at all."""
@@ -110,8 +121,13 @@ def as_on_a_gpu():
     CpuGpuBuffer.copy_to_cpu = COUNT.muted(CpuGpuBuffer.copy_to_cpu, "copies")
     cut = adaptive_verification._assign_draft_token_budget_compiled
     adaptive_verification._assign_draft_token_budget_compiled = COUNT.muted(cut, "compiled")
-    launch = driver._Launcher.__call__
-    driver._Launcher.__call__ = COUNT.muted(launch, "triton")
+    launch = COUNT.muted(driver._Launcher.__call__, "triton")
+
+    def launch_and_name(self, *args):
+        COUNT.add(args[4].program.name)
+        launch(self, *args)
+
+    driver._Launcher.__call__ = launch_and_name
 
     def init_shared(self, size, dtype):  # what the host writes the device reads
         self.cpu = self._uva = torch.zeros(size, dtype=dtype)
@@ -129,17 +145,18 @@ def as_on_a_gpu():
     LogprobsTensors.to_cpu_nonblocking = to_cpu_nonblocking
 
 
-def build(kind, model, num_requests):
+def build(kind, model, num_requests, sub_steps):
     from rollout_spec import engine_kwargs
     from tests.integrations.engines import build as build_engine
     from tests.integrations.engines import runner_of
     from tests.runners import adaptive
 
-    options = {} if kind == "stock" else engine_kwargs(num_speculative_tokens=K, drafter="device")
-    with adaptive.as_on_a_gpu() if kind == "adaptive" else contextlib.nullcontext():
-        llm = build_engine(model, max_num_seqs=num_requests, num_gpu_blocks_override=num_requests * 40, **options)
+    options = {} if kind == "stock" else engine_kwargs(num_speculative_tokens=K, drafter="device", sub_steps=sub_steps)
+    room = {"max_model_len": 512, "num_gpu_blocks_override": num_requests * 40}
+    with adaptive.as_on_a_gpu() if options else contextlib.nullcontext():
+        llm = build_engine(model, max_num_seqs=num_requests, **room, **options)
     runner = runner_of(llm)
-    if kind == "adaptive":
+    if options:
         adaptive.always_draft(llm)
         adaptive.set_costs(runner, adaptive.rising)
     type(runner.model).forward = COUNT.muted(type(runner.model).forward)
@@ -151,18 +168,21 @@ def count(kind, model, num_requests):
     """Calls of one step, by kind, in which all requests are decoded."""
     from vllm import SamplingParams
 
-    llm, runner = build(kind, model, num_requests)
+    llm, runner = build(kind, model, num_requests, sub_steps=2 if kind == "further" else 1)
     engine = llm.llm_engine
     for i in range(num_requests):
-        params = SamplingParams(seed=i, max_tokens=100, ignore_eos=True, logprobs=0, detokenize=False)
+        params = SamplingParams(seed=i, max_tokens=480, ignore_eos=True, logprobs=0, detokenize=False)
         engine.add_request(str(i), {"prompt_token_ids": [1, 4 + i // GROUP, 9]}, params)
     for _ in range(8):
         engine.step()
-    if kind == "adaptive":
+    if kind != "stock":
         runner.rollout_spec.clock._num_steps = 0  # the next one that is timed is far away
+    if kind == "further":
+        run = runner.rollout_spec._run_further_pass
+        runner.rollout_spec._run_further_pass = COUNT.switched_on(run)
     COUNT.calls.clear()
     with COUNT:
-        COUNT.is_on = True
+        COUNT.is_on = kind != "further"
         for _ in range(STEPS):
             engine.step()
         COUNT.is_on = False

@@ -285,14 +285,14 @@ def test_the_scheduler_has_room_for_whole_drafts(max_num_seqs, room, scheduled, 
     scheduler = SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=room)
     scheduler.max_num_scheduled_tokens = scheduled
     config = SimpleNamespace(speculative_config=speculative, scheduler_config=scheduler)
-    adaptive.decide_schedule(config, lambda: [{"is_adaptive": True}])
+    adaptive.decide_schedule(config, [{"is_adaptive": True}])
     assert speculative.num_speculative_tokens_per_batch_size == [(1, 9, 3)], "it is not ours"
     setattr(speculative, OUR_SCHEDULE, True)
-    adaptive.decide_schedule(config, lambda: [{"is_adaptive": False}, {"is_adaptive": False}])
+    adaptive.decide_schedule(config, [{"is_adaptive": False}, {"is_adaptive": False}])
     assert speculative.num_speculative_tokens_per_batch_size == [(1, 9, 3)]
     with pytest.raises(RuntimeError, match="others do not"):
-        adaptive.decide_schedule(config, lambda: [{"is_adaptive": True}, {"is_adaptive": False}])
-    adaptive.decide_schedule(config, lambda: [{"is_adaptive": True}])
+        adaptive.decide_schedule(config, [{"is_adaptive": True}, {"is_adaptive": False}])
+    adaptive.decide_schedule(config, [{"is_adaptive": True}])
     assert speculative.num_speculative_tokens_per_batch_size == expected
     assert speculative.enable_adaptive_verification
 

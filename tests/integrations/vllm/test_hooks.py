@@ -8,7 +8,7 @@ import pytest
 
 from rollout_spec import engine_kwargs
 from rollout_spec.integrations.vllm import config, plugin
-from rollout_spec.integrations.vllm.config import OUR_SCHEDULE, config_of
+from rollout_spec.integrations.vllm.config import OUR_SCHEDULE, PASSES, config_of
 from rollout_spec.integrations.vllm.hooks import init_scheduler
 from rollout_spec.measured_schedule import MeasuredSchedule
 from tests.integrations.engines import build
@@ -92,6 +92,7 @@ def test_where_k_may_follow_from_times(changed, is_measured):
         scheduler_config=SimpleNamespace(**options),
         speculative_config=SimpleNamespace(**({} if OUR_SCHEDULE in changed else {OUR_SCHEDULE: True})),
     )
+    setattr(config.speculative_config, PASSES, (4, None))
     scheduler = SimpleNamespace(vllm_config=config)
     init_scheduler(lambda self: setattr(self, "dynamic_sd_lookup", [7, 0]), scheduler)
     assert isinstance(scheduler.dynamic_sd_lookup, MeasuredSchedule) == is_measured

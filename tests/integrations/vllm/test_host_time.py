@@ -95,3 +95,13 @@ def test_ranks_follow_the_first_one_which_is_asked_seldom(clock):
     for _ in range(STEPS + 1):
         assert host.for_next_step() == 8.0
     assert asked == pytest.approx([20.0, 20.0])
+
+
+def test_the_time_of_a_step_is_that_of_its_forward_passes(clock):
+    host = Host()
+    host.run(clock, 20.0, waits=True)
+    for _ in range(STEPS):
+        host.is_step = True
+        clock.seconds += 0.060
+        host.launch(3)
+    assert host.known() == pytest.approx(20.0)

@@ -31,9 +31,9 @@ class Event:
         return later.at - self.at
 
 
-def steps(clock, count=1, *, is_busy=True):
+def steps(clock, count=1, *, is_busy=True, num_passes=1):
     for _ in range(count):
-        clock.start(is_busy=is_busy)
+        clock.start(is_busy=is_busy, num_passes=num_passes)
         clock.stop()
 
 
@@ -50,3 +50,5 @@ def test_events_of_one_step_in_sixteen_are_read_once_they_have_passed(monkeypatc
     steps(clock, STEPS_PER_TIMED - 1)
     steps(clock, is_busy=False)
     assert stats.timed_steps == 1, "the engine was idle after it"
+    steps(clock, STEPS_PER_TIMED, num_passes=3)
+    assert stats.timed_steps == 4, "each forward pass is one"

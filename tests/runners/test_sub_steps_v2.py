@@ -1,0 +1,251 @@
+"""Steps of several forward passes give the rollouts of an engine that drafts nothing, however requests end in them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+
+from rollout_spec import engine_kwargs
+from rollout_spec.integrations.vllm import sub_steps
+from tests.integrations.engines import (
+    DEVICE,
+    FEW_BLOCKS,
+    PLAIN,
+    assert_same,
+    build,
+    check_features,
+    count_preemptions,
+    generate,
+    mixed_params,
+    prompts_of,
+    rollouts_of,
+    runner_of,
+    session_of,
+    stats_of,
+    switching_off_and_on,
+)
+from tests.runners.adaptive import always_draft, as_on_a_gpu, rising, schedule_of, set_costs
+
+pytestmark = pytest.mark.engine
+
+CASES = [tuple(map(int, case.split(":"))) for case in os.environ.get("SUB_STEPS", "4:3").split(",")]
+"""(passes, K); `make test-all` has more."""
+
+
+@pytest.fixture(scope="module")
+def off(tiny_model):
+    return build(tiny_model, **engine_kwargs(speculation=False))
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"n{case[0]}-k{case[1]}")
+def engine(request, tiny_model):
+    """Builds engines; `engine.n` passes, `engine.k` draft tokens. `passes` counts an engine's steps by their passes."""
+
+    def make(*, budget=False, **options):
+        ours = engine_kwargs(num_speculative_tokens=make.k, budget=budget, **{**DEVICE, "sub_steps": make.n})
+        llm = build(tiny_model, **{"max_num_seqs": 8, **ours, **options})
+        scheduler = scheduler_of(llm)
+        schedule, make.passes = scheduler.schedule, Counter()
+
+        def look(*args, **kwargs):
+            scheduled = schedule(*args, **kwargs)
+            make.passes[sub_steps.num_passes(scheduled)] += bool(scheduled.num_scheduled_tokens)
+            return scheduled
+
+        scheduler.schedule = look
+        return llm
+
+    make.n, make.k = request.param
+    return make
+
+
+@pytest.fixture
+def same(off, reference_model):
+    """Rollouts, in some rounds, are those of the engine without drafts, which it returns."""
+
+    def check(llm, params, prompts=None, rounds=2):
+        prompts = prompts or prompts_of(params)
+        plain = generate(off, params, prompts)
+        for _ in range(rounds):
+            ours = generate(llm, params, prompts)
+            if params[0].logprobs is not None:
+                assert_same(ours, plain, prompts, params, reference_model)
+            for a, b in zip(ours, plain, strict=True):
+                assert (list(a.token_ids), a.finish_reason, a.stop_reason, a.text) == (
+                    list(b.token_ids),
+                    b.finish_reason,
+                    b.stop_reason,
+                    b.text,
+                )
+            session_of(llm).drafter.check_integrity()
+        return plain
+
+    return check
+
+
+def scheduler_of(llm):
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def test_ends_of_all_kinds(engine, same):
+    """Stop tokens and strings, min_tokens, and max_tokens that end requests in each pass."""
+    llm = engine()
+    params = [
+        *mixed_params(6, 2, max_tokens=40, stop=["w7", "w3"]),
+        *mixed_params(4, 3, max_tokens=40, stop_token_ids=[7, 12], min_tokens=9),
+        *(p for i in range(1, 7) for p in mixed_params(1, 10 + i, max_tokens=i, ignore_eos=True)),
+    ]
+    same(llm, params)
+    assert engine.passes[engine.n] > 3
+
+
+def test_all_requests_run_into_max_model_len(engine, same):
+    llm = engine()
+    prompts = [[1, *(4 + (i * j) % 19 for j in range(90 + 5 * i))] for i in range(6)]
+    params = mixed_params(6, 5, max_tokens=None, ignore_eos=True)
+    plain = same(llm, params, prompts)
+    assert {len(prompt) + len(output.token_ids) for prompt, output in zip(prompts, plain, strict=True)} == {128}
+
+
+def test_what_is_kept_of_rollouts(engine, same, reference_model):
+    """They end at their last token, and what the target saw is known of each."""
+    llm = engine()
+    params = mixed_params(8, 4, temperature=1.0, ignore_eos=True, stop_token_ids=[0], **{**PLAIN, "max_tokens": 60})
+    plain = same(llm, params, rounds=1)
+    found = rollouts_of(llm)
+    assert sorted(tokens.tolist() for _, tokens, _ in found) == sorted(list(output.token_ids) for output in plain)
+    num_checked, num_unknown = check_features(found, reference_model, 1.0)
+    assert num_checked > 0.9 * (num_checked + num_unknown)
+
+
+@pytest.mark.parametrize("logprobs", ["mixed", None, 0])
+def test_log_probabilities(engine, same, logprobs):
+    llm = engine()
+    params = mixed_params(8, 6, max_tokens=25, **({} if logprobs == "mixed" else {"logprobs": logprobs, **PLAIN}))
+    for i, p in enumerate(params if logprobs == "mixed" else ()):
+        p.logprobs = (0, 1, 3, 0)[i % 4]
+        p.prompt_logprobs = 1 if i == 5 else None
+    same(llm, params)
+    assert engine.passes[engine.n] > 3
+
+
+def test_groups_wait_for_places(engine, off):
+    llm = engine(disable_log_stats=False)
+    params = [
+        SamplingParams(temperature=1.0, n=8, seed=5 + i, max_tokens=30 + 7 * i, logprobs=1, stop_token_ids=[9])
+        for i in range(3)
+    ]
+    said = []
+    for each in (off, llm):
+        outputs = each.generate([{"prompt_token_ids": p} for p in prompts_of(params)], params, use_tqdm=False)
+        said.append([[(list(o.token_ids), o.finish_reason) for o in output.outputs] for output in outputs])
+    assert said[0] == said[1]
+
+
+def test_prompts_come_in_chunks_between_steps(engine, same):
+    llm = engine(max_num_batched_tokens=8 * (engine.k + 1), enable_prefix_caching=True)
+    rng = np.random.default_rng(0)
+    prompts = [[1, *rng.integers(4, 24, int(rng.integers(3, 70))).tolist()] for _ in range(20)]
+    same(llm, mixed_params(20, 8), prompts, rounds=1)
+    assert engine.passes[1] > engine.passes[engine.n] > 0
+
+
+def test_a_cache_that_is_too_small(engine, same):
+    """Nobody is preempted to make room for further passes, and blocks are for whoever is scheduled next."""
+    llm = engine(**FEW_BLOCKS)
+    preempted = count_preemptions(llm)
+    same(llm, mixed_params(8, 9, max_tokens=60, ignore_eos=True), rounds=1)
+    assert preempted
+    assert engine.passes[engine.n] > 3
+
+
+def test_requests_are_aborted_while_a_step_runs(engine, off, reference_model):
+    """Until one is left of many."""
+    llm = engine(max_num_seqs=16)
+    params = mixed_params(16, 11, max_tokens=40, ignore_eos=True)
+    prompts, outputs, aborted = prompts_of(params), {}, set()
+    plain = generate(off, params, prompts)
+    for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+        llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, p)
+    for step in itertools.count():
+        outputs |= {output.request_id: output.outputs[0] for output in llm.llm_engine.step()}
+        if not llm.llm_engine.has_unfinished_requests():
+            break
+        if step % 2 and step < 20:
+            aborted.add(str(step // 2))
+            llm.llm_engine.abort_request([str(step // 2)])
+    left = [i for i in range(16) if str(i) not in aborted]
+    assert 2 < len(left) < 14
+    of_left = [[each[i] for i in left] for each in ([outputs[str(i)] if i in left else None for i in range(16)], plain)]
+    assert_same(*of_left, [prompts[i] for i in left], [params[i] for i in left], reference_model)
+    session_of(llm).drafter.check_integrity()
+
+
+def test_statistics_count_passes(engine, same):
+    """Ours, the schedule's and vLLM's, with K that changes: whole drafts, some, none."""
+    llm = engine(budget=True, disable_log_stats=False)
+    ks, told, by_vllm = itertools.cycle([0, engine.k, 1, 0, *[engine.k] * 6, *[1] * 5, *[0] * 6]), [], Counter()
+    schedule, scheduler = schedule_of(llm), scheduler_of(llm)
+    observe, make_stats = schedule.observe, scheduler.make_stats
+    schedule.choose = lambda num_requests: next(ks)
+    schedule.observe = lambda *of_pass: told.append(of_pass) or observe(*of_pass)
+
+    def make_and_add(stats=None, *args, **kwargs):
+        if stats is not None:
+            by_vllm.update(drafted=stats.num_draft_tokens, accepted=stats.num_accepted_tokens)
+            assert len(stats.num_accepted_tokens_per_pos) == engine.k
+        return make_stats(stats, *args, **kwargs)
+
+    scheduler.make_stats = make_and_add
+    params = mixed_params(8, 6, temperature=1.0, ignore_eos=True, **{**PLAIN, "max_tokens": 40})
+    same(llm, params)
+    stats = stats_of(llm)
+    assert sum(engine.passes.values()) < stats["steps"] <= sum(n * count for n, count in engine.passes.items())
+    drafted, accepted, _ = (list(column) for column in zip(*told, strict=True))
+    assert 0 < sum(map(np.sum, drafted)) <= stats["draft_tokens"]
+    assert 0 < sum(map(np.sum, accepted)) <= stats["accepted_tokens"]
+    assert max(map(np.max, accepted)) <= engine.k
+    # Requests that have ended are counted by us alone.
+    assert 0.5 * stats["draft_tokens"] < by_vllm["drafted"] <= stats["draft_tokens"]
+    assert 0.5 * stats["accepted_tokens"] < by_vllm["accepted"] <= stats["accepted_tokens"]
+
+
+def test_a_pause_has_plain_passes(engine, off, reference_model):
+    llm = engine(budget=True)
+    schedule_of(llm).choose = lambda num_requests: engine.k * schedule_of(llm).is_enabled
+    params = mixed_params(6, 3, temperature=1.0, ignore_eos=True, **{**PLAIN, "max_tokens": 40})
+    prompts = prompts_of(params)
+    ours = switching_off_and_on(llm, params, prompts, [range(3, 6), range(9, 10)])
+    assert_same(ours, generate(off, params, prompts), prompts, params, reference_model)
+    assert engine.passes[engine.n] > 3
+    engine.passes.clear()
+    llm.collective_rpc("rollout_spec", args=("set_enabled", False, False))
+    generate(llm, params, prompts)
+    assert set(engine.passes) == {1}, "as a comparison with and without drafts has it"
+
+
+def test_drafts_are_cut_in_each_pass(engine, same, monkeypatch):
+    with as_on_a_gpu():
+        llm = engine(budget=True)
+    set_costs(runner_of(llm), rising)
+    always_draft(llm)
+    manager, cuts = runner_of(llm).adaptive_verification, []
+    again = manager.cut.again
+    monkeypatch.setattr(manager.cut, "again", lambda slots, budget: cuts.append(budget) or again(slots, budget))
+    same(llm, mixed_params(10, 12, max_tokens=40))
+    assert len(cuts) > engine.passes.total()
+    stats = stats_of(llm)
+    assert stats["draft_tokens"] > stats["accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("options", [{"async_scheduling": False}, {"per_request_spec_decode_metrics": "summary"}])
+def test_what_keeps_steps_to_one_pass(engine, same, options):
+    llm = engine(**options)
+    assert llm.collective_rpc("rollout_spec", args=("report",))[0]["most_passes"] == 1
+    same(llm, mixed_params(4, 1, max_tokens=10), rounds=1)
+    assert set(engine.passes) == {1}
