@@ -54,7 +54,7 @@ KINDS: dict[str, tuple[float, tuple[dict[str, Any], ...], dict[str, Any]]] = {
     "colocated": (0.3, (EVERY_DRAFT, SUFFIX, BUDGET), LORA),
     "served": (0.3, (BUDGET, EVERY_DRAFT, NGRAM), LORA),
     "ranks": (0.25, (EVERY_DRAFT, BUDGET, SUFFIX), RANKS),
-    "device": (0.15, (DEVICE, DEVICE, DEVICE), {}),
+    "device": (0.15, tuple({**DEVICE, "sub_steps": n} for n in (4, 2, None)), {}),
 }
 """Share of a soak's time, options of each life, and arguments of the engine."""
 

@@ -94,11 +94,12 @@ class Steps:
         if not tokens:
             return
         k = max(map(len, scheduled.scheduled_spec_decode_tokens.values()), default=0)
-        n = 1
+        n, is_trial = 1, False
         if self.may_repeat and self._most > 1 and self._only_decodes(scheduled, k):
             chosen = min(self._choose(len(tokens), k > 0), self._most)
             n = self._with_room(scheduled, min(chosen, self._most_useful(scheduled, k + 1)), k + 1)
-        step = Step(n, k, scheduled.num_spec_tokens_to_schedule, time.perf_counter(), self._num_passes.is_trial)
+            is_trial = self._num_passes.is_trial
+        step = Step(n, k, scheduled.num_spec_tokens_to_schedule, time.perf_counter(), is_trial)
         self._ahead.append(step)
         setattr(scheduled, STEP, step)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 pytest.importorskip("vllm")
@@ -17,6 +19,8 @@ pytestmark = pytest.mark.engine
 SMALL = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "block_size": 32, "num_gpu_blocks_override": 12}
 """Prompts come in chunks, requests wait for a place, and the cache is full now and then."""
 HISTORY = every_draft(5, max_history_tokens=2000)
+K, MOST_PASSES = 3, 4
+"""Of the engine with the drafter on the device, whose steps have as many forward passes as chance says."""
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +57,11 @@ def test_any_life_gives_the_same_rollouts(tiny_model, off, tmp_path, has_folder)
 
 @pytest.mark.skipif(not IS_V2, reason="V1 has no drafter on the device")
 def test_so_does_one_with_the_drafter_on_the_device(tiny_model, off, tmp_path):
-    options = {"drafter": "device", "drafter_options": {"max_resident_tokens": 64}}
-    on = build(tiny_model, **SMALL, **verify_all(num_speculative_tokens=3, history_dir=str(tmp_path), **options))
+    options = {"drafter": "device", "drafter_options": {"max_resident_tokens": 64}, "sub_steps": MOST_PASSES}
+    on = build(tiny_model, **SMALL, **verify_all(num_speculative_tokens=K, history_dir=str(tmp_path), **options))
     session, change_weights = session_of(on), changer_of_weights(on, off)
+    steps, rng = on.llm_engine.engine_core.engine_core.scheduler.rollout_spec, random.Random(0)
+    steps._choose = lambda num_requests, has_drafts: rng.randint(1, MOST_PASSES)
 
     class AsynchronousLife(EngineLife):
         is_asynchronous = True
@@ -78,8 +84,9 @@ def test_so_does_one_with_the_drafter_on_the_device(tiny_model, off, tmp_path):
 
     def could_be(text: list[int], rollout: Rollout) -> bool:
         if rollout.finish_reason is not None:
-            surplus = text[len(rollout.sampled) :]  # what the last step sampled past a stop string
-            return text[: len(rollout.sampled)] == rollout.sampled and len(surplus) <= rollout.max_surplus
+            surplus = text[len(rollout.sampled) :]  # what the last two steps sampled past a stop string
+            most = 2 * MOST_PASSES * (K + 1) * bool(rollout.max_surplus)
+            return text[: len(rollout.sampled)] == rollout.sampled and len(surplus) <= most
         count = min(len(text), len(rollout.sampled))  # a step may have been on its way when it was aborted
         return text[:count] == rollout.sampled[:count]
 

@@ -72,7 +72,7 @@ def resolve(variable, model, arguments):
         check_engine(vllm_config, config)
     runner, cache = loaded_runner(vllm_config), MagicMock(kv_cache_groups=[], has_mamba_layers=False)
     model_runner.GPUModelRunner.initialize_kv_cache(runner, cache)
-    decide_schedule(vllm_config, lambda: [{"is_adaptive": runner.adaptive_verification is not None}])
+    decide_schedule(vllm_config, [{"is_adaptive": runner.adaptive_verification is not None}])
     said = [r for r in said if r.name == "vllm.plugins.rollout_spec" or r.levelno >= logging.WARNING]
     return runner, [f"{r.levelname.lower():12} {r.getMessage().partition('. ')[0]}" for r in said]
 
