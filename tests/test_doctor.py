@@ -33,7 +33,7 @@ def a_report(**changed):
         stats.record([0] * 64, [0] * 64)
     for _ in range(100):
         stats.record([4], [1])
-    engine = SimpleNamespace(session=session, stats=stats, is_cutting=False)
+    engine = SimpleNamespace(session=session, stats=stats, is_cutting=False, most_passes=1)
     return {**json.loads(json.dumps(commands.report(engine))), **changed}
 
 

@@ -59,7 +59,7 @@ def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **
     try:
         vllm_config = original(self, *args, **kwargs)
         usage = kwargs.get("usage_context", args[0] if args else None)
-        if getattr(usage, "name", None) == "OPENAI_API_SERVER" and VARIABLE not in os.environ:
+        if getattr(usage, "name", None) == "OPENAI_API_SERVER" and not os.environ.get(VARIABLE):
             stream_every_pass(vllm_config)
         return vllm_config
     except ValueError as error:
@@ -201,6 +201,11 @@ def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: A
         reports = self.model_executor.collective_rpc("rollout_spec", args=("report",))
         most_passes = min(report["most_passes"] for report in reports)
         object.__setattr__(vllm_config.speculative_config, PASSES, (most_passes, config.sub_steps))
+        if most_passes > 1:
+            number = (
+                f"up to {most_passes} forward passes" if config.sub_steps is None else f"{most_passes} forward passes"
+            )
+            say(f"rollout_spec: {number} per step of the scheduler where a batch only decodes")
         decide_schedule(vllm_config, reports)
     return result
 

@@ -192,8 +192,8 @@ def test_every_third_generation_has_no_drafts_and_evaluations_do_not_count():
         controller.evaluating = number == 1
         llm.generate(["a", "b"], Params())
         assert controller.enabled
-    off = [index for index, call in enumerate(llm.calls) if call == ("set_enabled", False)]
-    assert switched(llm) == [("set_enabled", False), ("set_enabled", True)] * 2
+    off = [index for index, call in enumerate(llm.calls) if call == ("set_enabled", False, False)]
+    assert switched(llm) == [("set_enabled", False, False), ("set_enabled", True)] * 2
     assert [sum(isinstance(call, list) for call in llm.calls[:index]) for index in off] == [3, 6]
     metrics = controller.take_metrics()
     assert metrics["rollout_spec/measured_generations"] == 2
@@ -209,7 +209,7 @@ def test_after_a_generation_that_fails_drafts_are_on_again():
     controller.generate = Mock(side_effect=MemoryError)
     with pytest.raises(MemoryError):
         llm.generate(["a"], Params())
-    assert switched(llm) == [("set_enabled", False), ("set_enabled", True)]
+    assert switched(llm) == [("set_enabled", False, False), ("set_enabled", True)]
 
 
 def test_while_the_user_has_switched_drafts_off_nothing_is_compared():
@@ -237,4 +237,4 @@ def test_a_drafter_that_raises_meanwhile_ends_the_comparison_and_not_the_run(cap
     for _ in range(4):
         llm.generate(["a"], Params())
     assert "nothing more is compared: speculation stays off" in caplog.text
-    assert switched(llm) == [("set_enabled", False)]
+    assert switched(llm) == [("set_enabled", False, False)]

@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 
 import vllm
 from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
 
 from rollout_spec import RolloutSpecConfig, engine_kwargs
 from rollout_spec.config import PROPOSER_PATH
@@ -79,6 +80,26 @@ def test_what_engines_are_given(tiny_model, monkeypatch, said, variable, engine,
     assert ("rollout_spec" in config.additional_config) == is_ours
     assert getattr(config.speculative_config, "num_speculative_tokens", None) == k
     assert [text.endswith(str(line)) for text in said if text.startswith(VARIABLE)] == [True] * (line is not None)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("variable", "sub_steps", "usage", "expected"),
+    [
+        ("", None, UsageContext.OPENAI_API_SERVER, 1),
+        ("", None, UsageContext.LLM_CLASS, None),
+        ("", 3, UsageContext.OPENAI_API_SERVER, 3),
+        ("{}", None, UsageContext.OPENAI_API_SERVER, None),
+    ],
+)
+def test_clients_of_a_server_see_tokens_as_they_come(tiny_model, monkeypatch, variable, sub_steps, usage, expected):
+    """But for a trainer's, which sets the variable."""
+    monkeypatch.setenv(VARIABLE, variable)
+    arguments = {"enforce_eager": True, **({} if variable else engine_kwargs(sub_steps=sub_steps))}
+    for again in ({"usage_context": usage}, {}):
+        engine = EngineArgs(model=str(tiny_model), dtype="float32", **arguments)
+        config = engine.create_engine_config(*([] if again else [usage]), **again)
+        assert engine_config.config_of(config).sub_steps == expected
 
 
 def test_a_framework_may_leave_it_to_the_checkpoint_how_much_is_drafted():
