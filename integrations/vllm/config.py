@@ -143,7 +143,7 @@ def decide_options(vllm_config: Any, config: RolloutSpecConfig) -> None:
         vllm_config.additional_config = {**vllm_config.additional_config, CONFIG_KEY: config.to_dict()}
 
 
-def stream_every_pass(vllm_config: Any) -> None:
+def keep_to_one_pass(vllm_config: Any) -> None:
     """For a server whose clients see tokens as they come: steps have one forward pass, unless a number is set."""
     config = config_of(vllm_config)
     if config is not None and config.sub_steps is None:

@@ -165,19 +165,23 @@ class Cutting(AdaptiveVerificationManager):
         manager: vLLM's, which this replaces.
         share: Gives all tensor-parallel ranks the first one's object; None for a single rank.
         is_drafting: Whether there are drafts for the next step.
+        is_last_pass: Whether no further forward pass of the step follows.
 
     Attributes:
         host_time: What a step takes the host.
-        is_last_pass: Whether no further forward pass of the step follows.
     """
-
-    is_last_pass = True
 
     cost_tables: Any
     _stale_idx: int
     _batch_budget: Any
 
-    def __init__(self, manager: Any, share: Callable[[Any], Any] | None, is_drafting: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        manager: Any,
+        share: Callable[[Any], Any] | None,
+        is_drafting: Callable[[], bool],
+        is_last_pass: Callable[[], bool],
+    ) -> None:
         super().__init__(
             manager.req_states, manager.query_start_loc, manager.num_bonus_tokens, manager._max_total_logits
         )
@@ -185,7 +189,8 @@ class Cutting(AdaptiveVerificationManager):
         device, shape = self._confidence_probs.device, self._confidence_probs.shape
         on_host = [host_buffer(4 * shape.numel(), device).view(torch.float32).view(shape).fill_(1.0) for _ in range(2)]
         self._stale_confidences = [SimpleNamespace(cpu=copy, np=copy.numpy()) for copy in on_host]
-        self.host_time, self._is_drafting = HostTime(self.device_waits, share), is_drafting
+        self.host_time = HostTime(self.device_waits, share)
+        self._is_drafting, self._is_last_pass = is_drafting, is_last_pass
         self._costs: dict[int, NDArray[np.float64]] = {}
         self._costs_of: tuple[Any, float] = None, 0.0
         self._req_ids: list[str] = []
@@ -289,7 +294,7 @@ class Cutting(AdaptiveVerificationManager):
 
     def record_confidences(self, confidence_probs: Tensor, input_batch: Any) -> None:
         """Begin to copy the confidences to the host, once per step. A step without drafts leaves them as they are."""
-        if not self.is_last_pass:
+        if not self._is_last_pass():
             return
         self.host_time.is_step = self._is_drafting()
         if not self.host_time.is_step:

@@ -63,7 +63,7 @@ class EngineV2(Engine):
         num_ahead = runner.vllm_config.max_concurrent_batches
         most_passes = (config.sub_steps or AUTO_SUB_STEPS) if k else 1
         self._outputs = StepBuffers(scheduler.max_num_seqs, k + 1, most_passes, runner.device, num_ahead, self.stats)
-        self._num_passes, self._pass = 1, 0  # of the step
+        self._num_passes, self._pass = 1, 0  # of the step, and which one it is at
         self._num_next_drafts = 0  # K of the drafts for the next step
         self._repetition: Repetition | None = None  # of a step with further passes, and what these write and sample:
         self._of_step: tuple[StepBuffer, Asked, int] | None = None
@@ -91,7 +91,8 @@ class EngineV2(Engine):
         if batch.num_draft_tokens > 0:
             width += self.config.max_draft_tokens
         if not self.is_serving(batch.req_ids):
-            return self._sample_in(self._outputs.made_up.passes[0], asked, width, logits, batch, invalid_drafts)
+            made_up = self._outputs.made_up.passes[0]
+            return self._sample_in(made_up, asked, width, logits, batch, invalid_drafts, is_serving=False)
         buffer = self._outputs.next()
         buffer.begin(batch.req_ids, width, self._num_passes)
         output: Any = self._sample_in(buffer.passes[0], asked, width, logits, batch, invalid_drafts)
@@ -115,7 +116,6 @@ class EngineV2(Engine):
             self._pass = number
             self._run_further_pass(repetition, buffer.passes[number], asked, width)
         if self.is_cutting:
-            runner.adaptive_verification.is_last_pass = True
             runner.adaptive_verification.record_confidences(self.confidences, batch)
         main, copies = runner.main_stream, runner.output_copy_stream
         with stream(copies, main):
@@ -134,6 +134,7 @@ class EngineV2(Engine):
         self._hidden = hidden if self.wants_features else None
         logits = runner.model.compute_logits(hidden[batch.logits_indices])
         seen = self._sample_in(of_pass, asked, width, logits, batch)
+        of_pass.scores, of_pass.scores_on_host = seen.logprobs_tensors, None
         counts = seen.num_sampled, seen.num_rejected
         runner.postprocess_sampled(batch.idx_mapping, seen.sampled_token_ids, *counts, batch.query_start_loc)
         self.propose(batch, seen.num_sampled)
@@ -146,9 +147,15 @@ class EngineV2(Engine):
         logits: Tensor,
         batch: Any,
         invalid_drafts: Tensor | None = None,
+        *,
+        is_serving: bool = True,
     ) -> SamplerOutput:
-        """Sample in one forward pass. width: Most tokens that a request may get; the others: as of `sample`."""
-        is_serving = of_pass is not self._outputs.made_up.passes[0]
+        """Sample in one forward pass.
+
+        Args:
+            width: Most tokens that a request may get.
+            logits, batch, invalid_drafts: As of `sample`.
+        """
         slots = batch.idx_mapping.int()  # from vLLM 0.32 on they are int64, for which kernels would be compiled again
         layout, processed = self._rows(batch, slots, invalid_drafts), logits
         if asked.is_processed:
@@ -167,7 +174,6 @@ class EngineV2(Engine):
         )
         self._features = None if seen.features is None else seen.features[: logits.shape[0]]
         logprobs = self._logprobs(asked, seen, logits, processed, batch, layout, of_pass)
-        of_pass.scores = None if logprobs is None else (logprobs, logprobs)
         if is_serving and self._is_last_pass():
             self.clock.stop()
         tokens, num_sampled = of_pass.sampled(batch.num_reqs, width)
@@ -262,7 +268,6 @@ class EngineV2(Engine):
 
     def on_error(self) -> None:
         """A step has raised: its inputs are those of no later one."""
-        self._repetition = None
         if self.is_cutting:
             cutting.forget_step()
 
@@ -280,7 +285,7 @@ class EngineV2(Engine):
         if not self.is_cutting:
             return
         share = sharing_from_first_rank(runner.vllm_config)
-        manager = cutting.Cutting(runner.adaptive_verification, share, self.is_drafting)
+        manager = cutting.Cutting(runner.adaptive_verification, share, self.is_drafting, self._is_last_pass)
         runner.adaptive_verification, self.confidences = manager, manager.confidences
         if runs_later(runner.device):
             self.time_the_host()
@@ -332,9 +337,8 @@ class EngineV2(Engine):
         first = first_pass(scheduled)
         super().begin_step(scheduled)
         self.scheduled, self._num_passes, self._pass = first, num_passes(scheduled), 0
+        self._repetition = None  # of a step that has raised
         self._num_next_drafts = scheduled.num_spec_tokens_to_schedule
-        if self.is_cutting:
-            self._runner.adaptive_verification.is_last_pass = self._is_last_pass()
         return first
 
     def on_forward(self) -> None:

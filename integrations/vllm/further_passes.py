@@ -26,7 +26,7 @@ def why_not(runner: Any) -> str | None:
     """What keeps a runner's steps from having several passes; None: nothing.
 
     Args:
-        runner: vLLM's V2 `GPUModelRunner`, whose model is loaded.
+        runner: vLLM's V2 `GPUModelRunner`, which has its KV cache.
     """
     config = runner.vllm_config
     parallel = config.parallel_config
@@ -38,6 +38,9 @@ def why_not(runner: Any) -> str | None:
         "parallelism other than by tensors": any(getattr(parallel, f"{kind}_size") > 1 for kind in several),
         "a KV or encoder cache that is transferred": config.kv_transfer_config or config.ec_transfer_config,
         "expert load balancing": parallel.enable_eplb,
+        "experts on other ranks, which may fail": getattr(runner, "check_ep_fault", False),
+        # Blocks that are allocated once a step has been scheduled would be zeroed with the next one.
+        "a cache whose new blocks are zeroed": getattr(runner.kv_cache_config, "needs_kv_cache_zeroing", False),
         "metrics of speculation by request": observability != "none",
         "VLLM_COMPUTE_NANS_IN_LOGITS": envs.VLLM_COMPUTE_NANS_IN_LOGITS,
         "routed experts": getattr(runner, "aux_output_connector", None),
@@ -90,6 +93,7 @@ class Repetition:
         self._graph = runner.cudagraph_manager.dispatch(
             batch.num_reqs, batch.num_tokens, uniform, num_active_loras=num_loras, max_query_len=width
         )
+        assert max(batch.num_tokens, self._graph.num_tokens) == batch.num_tokens_after_padding, "another graph"
 
     def forward(self) -> Tensor:
         """Launch the next pass: the hidden states of its tokens. Drafts have been cut, and lengths counted."""

@@ -33,6 +33,7 @@ from rollout_spec.integrations.vllm.config import (
     has_model_drafter,
     is_a100,
     is_ours,
+    keep_to_one_pass,
     note_runner,
     read_config,
     reasons_for_v1,
@@ -40,7 +41,6 @@ from rollout_spec.integrations.vllm.config import (
     repeats_seeds,
     say,
     share_of_experts,
-    stream_every_pass,
 )
 from rollout_spec.integrations.vllm.ranks import end_if_unheard
 from rollout_spec.integrations.vllm.requests import FrontEnd
@@ -60,7 +60,7 @@ def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **
         vllm_config = original(self, *args, **kwargs)
         usage = kwargs.get("usage_context", args[0] if args else None)
         if getattr(usage, "name", None) == "OPENAI_API_SERVER" and not os.environ.get(VARIABLE):
-            stream_every_pass(vllm_config)
+            keep_to_one_pass(vllm_config)
         return vllm_config
     except ValueError as error:
         if not asked:
@@ -222,12 +222,15 @@ def init_scheduler(original: Callable[..., None], self: Any, *args: Any, **kwarg
     most_passes, sub_steps = getattr(speculative, PASSES, (0, None))
     if not most_passes or not self.vllm_config.scheduler_config.async_scheduling:
         return
-    from rollout_spec.integrations.vllm.sub_steps import Steps
-
     parallel = self.vllm_config.parallel_config
     has_peers = parallel.tensor_parallel_size > 1 and parallel.distributed_executor_backend == "external_launcher"
+    is_measured = hasattr(speculative, OUR_SCHEDULE) and not has_peers
+    if most_passes == 1 and not is_measured:
+        return
+    from rollout_spec.integrations.vllm.sub_steps import Steps
+
     self.rollout_spec = Steps(self, most_passes, sub_steps, has_clock=not has_peers)
-    if hasattr(speculative, OUR_SCHEDULE) and not has_peers:
+    if is_measured:
         self.dynamic_sd_lookup = self.rollout_spec.schedule = MeasuredSchedule(self.dynamic_sd_lookup)
 
 
@@ -238,11 +241,10 @@ def collective_rpc(
 
     vLLM calls this for the commands of every engine, also before there is a scheduler.
     """
-    results = original(self, method, timeout, args, kwargs)
     steps = getattr(getattr(self, "scheduler", None), "rollout_spec", None)
     if method == "rollout_spec" and list(args[:1]) == ["set_enabled"] and steps is not None:
         steps.set_enabled(*args[1:])
-    return results
+    return original(self, method, timeout, args, kwargs)
 
 
 def update_after_schedule(original: Callable[..., None], self: Any, scheduler_output: Any) -> None:

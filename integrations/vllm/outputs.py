@@ -34,13 +34,16 @@ class PassBuffer:
     """The output of one forward pass, on the device and on the host: a part of a `StepBuffer`.
 
     Attributes:
+        step: The whole.
         on_device, on_host: By field, `on_host` once the step is copied.
-        scores: The log-probabilities that requests ask for, before and after their copy to the host; None: nobody asks.
+        scores: In further passes, the log-probabilities that requests ask for, on the device; None: nobody asks.
+        scores_on_host: The same once the step is copied.
     """
 
     def __init__(self, step: StepBuffer, on_device: dict[str, Tensor], on_host: dict[str, NDArray[Any]]) -> None:
-        self.on_device, self.on_host, self._step = on_device, on_host, step
-        self.scores: tuple[LogprobsTensors, LogprobsTensors] | None = None
+        self.on_device, self.on_host, self.step = on_device, on_host, step
+        self.scores: LogprobsTensors | None = None
+        self.scores_on_host: LogprobsTensors | None = None
         self._num_rejected = torch.zeros_like(on_device["num_sampled"])
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
@@ -56,8 +59,8 @@ class PassBuffer:
             tokens = self.on_device["output"][: num_requests * width].view(num_requests, width)
             counts = self.on_device["num_sampled"][:num_requests]
             # Attributes of the tensors themselves, as vLLM passes nothing else on.
-            tokens.copy_of_step = self._step, self.tokens_on_host(num_requests, width)  # type: ignore[attr-defined]
-            counts.copy_of_step = self._step, self.on_host["num_sampled"][:num_requests]  # type: ignore[attr-defined]
+            tokens.copy_of_step = self.step, self.tokens_on_host(num_requests, width)  # type: ignore[attr-defined]
+            counts.copy_of_step = self.step, self.on_host["num_sampled"][:num_requests]  # type: ignore[attr-defined]
             self._views[num_requests, width] = tokens, counts
         return self._views[num_requests, width]
 
@@ -73,7 +76,7 @@ class PassBuffer:
         """Of sampled tokens alone, N of them, as vLLM takes them."""
         of = self.on_device
         tensors = _CopiedLogprobs(of["targets"], of["logprobs"], of["ranks"])
-        tensors.of_pass, tensors.step, tensors.num_requests, tensors.num_rows = self, self._step, num_requests, num_rows
+        tensors.of_pass, tensors.num_requests, tensors.num_rows = self, num_requests, num_rows
         return tensors
 
 
@@ -128,8 +131,7 @@ class StepBuffer:
         self._is_copied = True
         for of_pass in self.passes[1 : self._num_passes]:
             if of_pass.scores is not None:
-                scores, _ = of_pass.scores
-                of_pass.scores = scores, scores.to_cpu_nonblocking()
+                of_pass.scores_on_host = of_pass.scores.to_cpu_nonblocking()
 
     def count(self, stats: SpeculationStats) -> None:
         """Count the step, whose copy has arrived, unless that has been done.
@@ -161,7 +163,7 @@ class StepBuffer:
         ends = [0, *counts.sum(0).cumsum().tolist()]
         result.sampled_token_ids = [flat[a:b] for a, b in itertools.pairwise(ends)]
         if result.logprobs is not None:
-            further = [of_pass.scores[1].tolists() for of_pass in passes[1:] if of_pass.scores is not None]
+            further = [of_pass.scores_on_host.tolists() for of_pass in passes[1:] if of_pass.scores_on_host is not None]
             result.logprobs = join_logprobs([result.logprobs, *further], counts)
         setattr(result, COUNTS, counts)
 
@@ -190,12 +192,11 @@ class _CopiedLogprobs(LogprobsTensors):
     """Log-probabilities that lie in a `StepBuffer`."""
 
     of_pass: PassBuffer
-    step: StepBuffer
     num_requests: int
     num_rows: int
 
     def to_cpu_nonblocking(self) -> LogprobsTensors:
-        self.step.copy()
+        self.of_pass.step.copy()
         return self
 
     def tolists(self, cu_num_generated_tokens: list[int] | None = None) -> LogprobsLists:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rollout_spec.measured_schedule import MeasuredSchedule
 from rollout_spec.num_passes import NumPasses
@@ -50,7 +49,7 @@ class Steps:
 
     Args:
         scheduler: vLLM's `AsyncScheduler`.
-        most: Most passes that the workers can run.
+        most: Most passes that the workers can run; 1 where steps are only learned from.
         sub_steps: Of the configuration: the number of passes, or None.
         has_clock: False where the ranks of an engine have a scheduler each and no common clock.
 
@@ -62,21 +61,14 @@ class Steps:
     def __init__(self, scheduler: Any, most: int, sub_steps: int | None, *, has_clock: bool) -> None:
         self.may_repeat = True
         self.schedule: MeasuredSchedule | None = None
-        # Blocks that were allocated after a step has been scheduled would be zeroed with the next one.
-        self._most = 1 if getattr(scheduler, "needs_kv_cache_zeroing", False) else most
-        self._scheduler = scheduler
-        self._num_passes = NumPasses(most)
-        self._choose: Callable[[int, bool], int] = self._num_passes.choose
-        if sub_steps is not None:
-            self._choose = lambda num_requests, has_drafts: sub_steps
-        elif not has_clock:
-            self._choose = lambda num_requests, has_drafts: 2 if has_drafts else 1
+        self._scheduler, self._most, self._sub_steps, self._has_clock = scheduler, most, sub_steps, has_clock
+        self._chooser = NumPasses(most)
         # Steps that were scheduled and have not been heard of. Some never are, after a fault.
         self._ahead: deque[Step] = deque(maxlen=4)
         self._last: Step | None = None  # that was heard of
         self._last_update = 0.0
-        self._outcome: tuple[int, NDArray[np.int64], dict[str, int]] | None = None
-        """Of a step of several passes whose output is read: K, its counts and the requests' places."""
+        self._outcome: tuple[int, list[list[int]], dict[str, int]] | None = None
+        """Of a step of several passes whose output is read: K, tokens by request and pass, the requests' places."""
 
     def set_enabled(self, enabled: bool, may_repeat: bool = True) -> None:
         """As the command of this name."""
@@ -90,18 +82,30 @@ class Steps:
         Args:
             scheduled: vLLM's `SchedulerOutput`, changed.
         """
-        tokens = scheduled.num_scheduled_tokens
+        tokens, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
         if not tokens:
             return
-        k = max(map(len, scheduled.scheduled_spec_decode_tokens.values()), default=0)
-        n, is_trial = 1, False
+        k, n, is_trial = max(map(len, drafts.values()), default=0), 1, False
         if self.may_repeat and self._most > 1 and self._only_decodes(scheduled, k):
-            chosen = min(self._choose(len(tokens), k > 0), self._most)
-            n = self._with_room(scheduled, min(chosen, self._most_useful(scheduled, k + 1)), k + 1)
-            is_trial = self._num_passes.is_trial
+            requests = [self._scheduler.requests[req_id] for req_id in tokens]
+            n = min(self._choose(len(tokens), k > 0), self._most_useful(requests, k + 1))
+            is_trial = self._chooser.is_trial
+            if n > 1 and not self._give_blocks(requests, scheduled.scheduled_cached_reqs, n, k + 1):
+                n = 1
+        if n > 1:
+            tokens.update(dict.fromkeys(tokens, n * (k + 1)))
+            drafts.update(dict.fromkeys(tokens, [-1] * (n * (k + 1) - 1)))
+            scheduled.total_num_scheduled_tokens *= n
         step = Step(n, k, scheduled.num_spec_tokens_to_schedule, time.perf_counter(), is_trial)
         self._ahead.append(step)
         setattr(scheduled, STEP, step)
+
+    def _choose(self, num_requests: int, has_drafts: bool) -> int:
+        if self._sub_steps is not None:
+            return min(self._sub_steps, self._most)
+        if not self._has_clock:
+            return 2 if has_drafts else 1
+        return self._chooser.choose(num_requests, has_drafts)
 
     def _only_decodes(self, scheduled: Any, k: int) -> bool:
         """Whether each request of a step has one token and K draft tokens, and is of a kind that can be repeated."""
@@ -113,49 +117,48 @@ class Steps:
         requests = map(self._scheduler.requests.__getitem__, tokens)
         return not any(r.is_prefill_chunk or r.use_structured_output or r.resumable for r in requests)
 
-    def _most_useful(self, scheduled: Any, width: int) -> int:
+    def _most_useful(self, requests: list[Any], width: int) -> int:
         """Passes until each request has reached its `max_tokens`, or one of them `max_model_len`.
 
         A request in flight has got at least one token in each pass of the step before.
         """
-        scheduler, before = self._scheduler, self._ahead[-1].num_passes if self._ahead else 1
-        requests = [scheduler.requests[req_id] for req_id in scheduled.num_scheduled_tokens]
+        before = self._ahead[-1].num_passes if self._ahead else 1
         left = max(r.max_tokens - r.num_output_tokens - before * (r.num_output_placeholders > 0) for r in requests)
         longest = max(r.num_computed_tokens for r in requests)
-        return max(1, min(left, (scheduler.max_model_len - 1 - longest) // width))
+        return max(1, min(left, (self._scheduler.max_model_len - 1 - longest) // width))
 
-    def _with_room(self, scheduled: Any, n: int, width: int) -> int:
-        """Give each request blocks for n passes; 1 where some have none. What the others got they will need soon."""
-        if n == 1:
-            return 1
-        scheduler, cached = self._scheduler, scheduled.scheduled_cached_reqs
-        manager, ahead = scheduler.kv_cache_manager, scheduler.num_lookahead_tokens
-        held = [(group.req_to_blocks, group.block_size) for group in manager.coordinator.single_type_managers]
-        for i, req_id in enumerate(cached.req_ids):
-            request = scheduler.requests[req_id]
-            num_tokens = request.num_computed_tokens + n * width + ahead
-            if all(len(blocks[req_id]) * size >= num_tokens for blocks, size in held):  # vLLM takes 10 µs to see that
-                continue
-            more = manager.allocate_slots(request, n * width, num_lookahead_tokens=ahead)
+    def _give_blocks(self, requests: list[Any], cached: Any, n: int, width: int) -> bool:
+        """Give each request blocks for n passes, and say so; nobody gets any if there is no room.
+
+        Nor if none is left for one pass of the step that is scheduled while this one runs: vLLM takes all of this one's
+        drafts for accepted until it hears of them, and would preempt a request.
+
+        Args:
+            cached: vLLM's `CachedRequestData` of these requests, in their order; changed.
+            width: Tokens of a request in a pass.
+        """
+        manager, ahead = self._scheduler.kv_cache_manager, self._scheduler.num_lookahead_tokens
+        short, num_missing = set(), 0
+        for group in manager.coordinator.single_type_managers:
+            for i, request in enumerate(requests):
+                num_tokens, held = request.num_computed_tokens + ahead, len(group.req_to_blocks[request.request_id])
+                num_missing += max(0, -(-(num_tokens + (n + 1) * width) // group.block_size) - held)
+                if num_tokens + n * width > held * group.block_size:
+                    short.add(i)
+        if num_missing > manager.block_pool.get_num_free_blocks():
+            return False
+        for i in sorted(short):
+            more = manager.allocate_slots(requests[i], n * width, num_lookahead_tokens=ahead)
             if more is None:
-                return 1
+                return False
             if (ids := more.get_block_ids(allow_none=True)) is not None:
                 known = cached.new_block_ids[i]
                 both = ids if known is None else tuple(a + b for a, b in zip(known, ids, strict=True))
                 cached.new_block_ids[i] = both
-        tokens, drafts, placeholders = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens, [-1]
-        placeholders *= n * width - 1
-        for req_id in tokens:
-            tokens[req_id], drafts[req_id] = n * width, placeholders
-        scheduled.total_num_scheduled_tokens *= n
-        return n
+        return True
 
     def observe(self, scheduled: Any, output: Any) -> None:
         """Learn from a step. Called before vLLM's scheduler hears of it.
-
-        It counts only if the one before it and those scheduled after it are alike: while it runs, the host prepares the
-        next step and lets drafts be made for the one after that. Right after a pause vLLM still cuts drafts by what
-        paid before the pause.
 
         Args:
             scheduled, output: vLLM's `SchedulerOutput` and `ModelRunnerOutput`.
@@ -165,18 +168,9 @@ class Steps:
             return
         n, k = step.num_passes, step.num_draft_tokens
         if n > 1:
-            self._outcome = k, getattr(output, COUNTS), output.req_id_to_index
-        while self._ahead and self._ahead.popleft() is not step:
-            pass
-        now, last = time.perf_counter(), self._last
-        seconds, self._last_update, self._last = now - max(step.began, self._last_update), now, step
-        neighbours = [step, *self._ahead] if last is None else [last, step, *self._ahead]
-        later_k = {later.num_next_drafts for later in (step, *self._ahead)}
-        if (
-            last is None
-            or later_k | {last.num_draft_tokens} != {k}
-            or {other.num_passes for other in neighbours} != {n}
-        ):
+            self._outcome = k, getattr(output, COUNTS).T.tolist(), output.req_id_to_index
+        seconds = self._seconds_of(step)
+        if seconds is None:
             return
         names = output.req_id_to_index if output.sampled_token_ids else {}  # in the order of the batch
         if n > 1:
@@ -191,15 +185,32 @@ class Steps:
             for drafted_in, sampled in zip(drafted, counts, strict=True):
                 self.schedule.observe(drafted_in[sampled > 0], sampled[sampled > 0] - 1, of_pass)
         if not has_prompts:
-            self._num_passes.observe(len(names), k > 0, n, seconds)
+            self._chooser.observe(len(names), k > 0, n, seconds)
+
+    def _seconds_of(self, step: Step) -> float | None:
+        """What a step that has ended took; None unless the one before and those scheduled after it are alike.
+
+        While it runs, the host prepares the next step and lets drafts be made for the one after that. Right after a
+        pause vLLM still cuts drafts by what paid before the pause.
+        """
+        while self._ahead and self._ahead.popleft() is not step:
+            pass
+        now, last = time.perf_counter(), self._last
+        seconds, self._last_update, self._last = now - max(step.began, self._last_update), now, step
+        if last is None:
+            return None
+        later = step, *self._ahead
+        ks = {last.num_draft_tokens, *(other.num_next_drafts for other in later)}
+        is_steady = ks == {step.num_draft_tokens}
+        return seconds if is_steady and {other.num_passes for other in (last, *later)} == {step.num_passes} else None
 
     def count_drafts(self, count: Callable[..., Any], stats: Any, **of_request: Any) -> Any:
         """Call vLLM's `make_spec_decoding_stats` once per pass: its statistics by position are those of one."""
-        if self._outcome is None:
+        if self._outcome is None or not self._scheduler.log_stats:
             return count(stats, **of_request)
         k, counts, places = self._outcome
         if k:
-            for num_sampled in counts[:, places[of_request["request_id"]]].tolist():
-                of_pass = {"num_draft_tokens": k, "num_accepted_tokens": num_sampled - 1}
-                stats = count(stats, **{**of_request, **of_pass})
+            for num_sampled in counts[places[of_request["request_id"]]]:
+                of_request["num_draft_tokens"], of_request["num_accepted_tokens"] = k, num_sampled - 1
+                stats = count(stats, **of_request)
         return stats

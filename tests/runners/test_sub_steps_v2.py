@@ -156,11 +156,21 @@ def test_prompts_come_in_chunks_between_steps(engine, same):
 
 
 def test_a_cache_that_is_too_small(engine, same):
-    """Nobody is preempted to make room for further passes, and blocks are for whoever is scheduled next."""
     llm = engine(**FEW_BLOCKS)
     preempted = count_preemptions(llm)
     same(llm, mixed_params(8, 9, max_tokens=60, ignore_eos=True), rounds=1)
     assert preempted
+    assert engine.passes[engine.n] > 3
+
+
+def test_nobody_is_preempted_for_further_passes(engine):
+    """A cache has just room for all, who would take turns in holding blocks that others need."""
+    engine.k = 7
+    llm = engine(block_size=32, num_gpu_blocks_override=18, enable_prefix_caching=False)
+    preempted, params = count_preemptions(llm), mixed_params(8, 9, max_tokens=40, ignore_eos=True)
+    for _ in range(3):
+        generate(llm, params)
+    assert not preempted
     assert engine.passes[engine.n] > 3
 
 

@@ -67,7 +67,7 @@ def managers(k=K, *, is_drafting=lambda: True):
     )  # fmt: skip
     theirs = AdaptiveVerificationManager(states, torch.zeros(SLOTS + 1, dtype=torch.int32), 1, 60)
     theirs.cost_tables = np.full(SLOTS + 1, 0.5), 3.0 + 0.4 * np.arange(200.0)
-    ours = Cutting(theirs, None, is_drafting)
+    ours = Cutting(theirs, None, is_drafting, lambda: True)
     ours.cost_tables = theirs.cost_tables
     theirs._cudagraph_limit = ours._cudagraph_limit = GRAPHS
     return theirs, ours

@@ -115,14 +115,13 @@ def test_the_passes_of_a_step_are_read_as_one(buffers, stats):
         of_pass(part, sampled[number], rows[number], first=100 * number)
         for tensor in (part.on_device["targets"], part.on_device["logprobs"], part.on_device["ranks"]):
             tensor[:6] = 100 * number + torch.arange(6)
-        scores = part.logprobs(3, sum(rows[number]))
-        part.scores = scores, scores
+        part.scores = part.logprobs(3, sum(rows[number]))
     on_host = hooks.copy_to_host_v2(None, buffer.passes[0].sampled(3, WIDTH)[0])
-    buffer.passes[0].scores[0].to_cpu_nonblocking()
+    first = buffer.passes[0].scores.to_cpu_nonblocking()
     assert not on_host.any(), "the others are not there yet"
     buffer.copy(is_complete=True)
     result = one_pass()
-    result.logprobs = buffer.passes[0].scores[1].tolists()
+    result.logprobs = first.tolists()
     buffers.read(buffer, result)
     # Row r of a pass has tokens 3 r, 3 r + 1, ...
     assert result.sampled_token_ids == [[0, 1, 100, 200, 201, 202], [3, 103, 104, 105, 203], [6, 106, 206, 207]]

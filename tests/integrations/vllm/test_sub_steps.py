@@ -25,18 +25,19 @@ class Request(SimpleNamespace):
 
 
 class Scheduler:
-    """Has blocks for some requests, which get one more block each time."""
+    """Its requests hold two blocks of 16 tokens each; `num_free` are left."""
 
-    def __init__(self, *requests, has_room=2):
+    def __init__(self, *requests, num_free=99):
         self.requests = dict(zip(NAMES, requests or (Request(), Request()), strict=True))
-        self.max_model_len, self.num_lookahead_tokens, self.has_room = 1000, 2, has_room
-        self.kv_cache_manager = self.coordinator = self
+        for name, request in self.requests.items():
+            request.request_id = name
+        self.max_model_len, self.num_lookahead_tokens, self.log_stats = 1000, 2, True
+        self.kv_cache_manager = self.coordinator = self.block_pool = self
         self.single_type_managers = [SimpleNamespace(req_to_blocks={name: [0, 1] for name in NAMES}, block_size=16)]
+        self.get_num_free_blocks = lambda: num_free
 
     def allocate_slots(self, request, num_new_tokens, *, num_lookahead_tokens):
-        self.has_room -= 1
-        blocks = SimpleNamespace(get_block_ids=lambda allow_none: ([num_new_tokens],))
-        return None if self.has_room < 0 else blocks
+        return SimpleNamespace(get_block_ids=lambda allow_none: ([num_new_tokens],))
 
 
 def scheduled(k=WIDTH - 1, next_k=WIDTH - 1, **changes):
@@ -77,7 +78,6 @@ def test_a_step_gets_room_for_all_of_its_passes(k):
         (Scheduler(Request(is_prefill_chunk=True), Request()), {}, 1),
         (Scheduler(Request(use_structured_output=True), Request()), {}, 1),
         (Scheduler(Request(resumable=True), Request()), {}, 1),
-        (Scheduler(has_room=1), {}, 1),
         (Scheduler(), {"scheduled_new_reqs": ["c"]}, 1),
         (Scheduler(), {"num_scheduled_tokens": {"a": 4, "b": 3}}, 1),
         (Scheduler(), {"num_scheduled_tokens": {"a": 9, "b": 9}}, 1),  # prompts
@@ -97,16 +97,21 @@ def test_how_many_passes_a_step_may_have(scheduler, step, n):
     assert step.num_scheduled_tokens["a"] == (n * WIDTH if n > 1 else step.num_scheduled_tokens["a"])
 
 
-def test_blocks_that_a_request_has_are_not_asked_for_again():
-    scheduler = Scheduler(Request(num_computed_tokens=14), Request(num_computed_tokens=15), has_room=1)
+@pytest.mark.parametrize(("num_free", "n", "blocks"), [(3, 1, [None, ([7],)]), (4, 4, [([16],), ([7, 16],)])])
+def test_blocks_are_for_all_and_for_the_next_step_or_for_nobody(num_free, n, blocks):
+    """The one that vLLM schedules while this one runs, from 30 + 4 * 4 tokens on: with its 4 and 2 more, 4 blocks."""
     step = scheduled()
-    steps(scheduler).lengthen(step)  # 14 + 4 * 4 + 2 tokens are 2 blocks
+    steps(Scheduler(num_free=num_free)).lengthen(step)
+    assert num_passes(step) == n
+    assert step.scheduled_cached_reqs.new_block_ids == blocks
+
+
+def test_blocks_that_a_request_has_are_not_asked_for_again():
+    step = scheduled()
+    requests = Request(num_computed_tokens=14), Request(num_computed_tokens=15)
+    steps(Scheduler(*requests)).lengthen(step)  # 14 + 4 * 4 + 2 tokens are 2 blocks
     assert num_passes(step) == 4
     assert step.scheduled_cached_reqs.new_block_ids == [None, ([7, 16],)]
-    scheduler.needs_kv_cache_zeroing = True
-    step = scheduled()
-    steps(scheduler).lengthen(step)
-    assert num_passes(step) == 1, "vLLM would zero them with the next step"
 
 
 def test_a_resumed_request_and_an_empty_step_are_left_alone():
@@ -121,7 +126,7 @@ def test_a_resumed_request_and_an_empty_step_are_left_alone():
 
 def test_a_step_in_flight_gives_at_least_a_token_in_each_pass():
     requests = [Request(max_tokens=18, num_output_placeholders=16) for _ in range(2)]
-    of_engine, first, second = steps(Scheduler(*requests, has_room=9)), scheduled(), scheduled()
+    of_engine, first, second = steps(Scheduler(*requests)), scheduled(), scheduled()
     of_engine.lengthen(first)
     of_engine.lengthen(second)
     assert (num_passes(first), num_passes(second)) == (4, 4)  # 18 - 10 - 4 are left at most
@@ -198,10 +203,10 @@ def test_what_is_learned_of_a_step(clock):
 
 
 def test_each_pass_of_a_step_is_learned_from(clock, monkeypatch):
-    of_engine = steps(Scheduler(has_room=99))
+    of_engine = steps(Scheduler())
     schedule, timed = Schedule(), []
     of_engine.schedule = schedule
-    monkeypatch.setattr(of_engine._num_passes, "observe", lambda *of_step: timed.append(of_step))
+    monkeypatch.setattr(of_engine._chooser, "observe", lambda *of_step: timed.append(of_step))
     for _ in range(2):
         step = scheduled()
         of_engine.lengthen(step)
@@ -212,7 +217,7 @@ def test_each_pass_of_a_step_is_learned_from(clock, monkeypatch):
 
 
 def test_vllm_counts_drafts_by_pass(clock):
-    of_engine, counted = steps(Scheduler(has_room=4)), []
+    of_engine, counted = steps(Scheduler()), []
 
     def count(stats, *, num_draft_tokens, num_accepted_tokens, request_id):
         counted.append((num_draft_tokens, num_accepted_tokens, request_id))
