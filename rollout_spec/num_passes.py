@@ -28,7 +28,7 @@ PATIENCE = 64
 class NumPasses:
     """Chooses the number of passes, for each number of requests, and for steps with drafts and without.
 
-    A new size begins with what was best in the last one.
+    A new size begins with what was best in the last one, if possible of steps that had drafts or none like its own.
 
     Args:
         most: The largest number; it and the powers of two below it are tried.
@@ -58,7 +58,8 @@ class NumPasses:
     def _size(self, num_requests: int, has_drafts: bool) -> _Size:
         name = round(SIZES_PER_DOUBLING * math.log2(num_requests)), has_drafts
         if name not in self._sizes:
-            self._sizes[name] = _Size(self._candidates, self._last.get(has_drafts))
+            last = self._last.get(has_drafts, self._last.get(not has_drafts))
+            self._sizes[name] = _Size(self._candidates, last)
         self._last[has_drafts] = self._sizes[name]
         return self._sizes[name]
 
@@ -89,7 +90,7 @@ class _Size:
             self._num_left -= 1
             return self._tried
         self._compare()
-        for n in self.seconds:
+        for n in self.seconds if self.seconds[self.best] else ():
             is_unknown = n not in self._times_worse and self._num_trials[n] < MOST_TRIALS
             waited = self._num_steps - self._last_trial[n]
             if n != self.best and (is_unknown or waited > PATIENCE * self._times_worse.get(n, 1.0) ** 2):
