@@ -73,6 +73,12 @@ half is vLLM's."""
 HOST_LEARNING = 0.8e-3
 """Our sampler, requests that begin and end, and learning what a step has sampled, while nothing is drafted: estimated
 from what those took in steps with drafts (experiments/results/README.md)."""
+FEWER_CALLS, DRAFTS_LEFT = 0.55e-3, 0.25
+"""What calls towards the device were spared since then: seconds per step, and of what drafts add per step so much is
+left. By counting calls, 30 in place of 80; no GPU has timed it."""
+FURTHER_PASS_REQUEST = 17e-6
+"""Of each further forward pass of a step (`num_passes.py`), an estimate. Besides, it has some 20 calls, which at 85 us
+take 1.7 ms, and less where they are graphs."""
 OVERLAP = 3
 """Where device and host take about the same time, they wait for each other: the two times to this power are added.
 Chosen beside the phases of bench_phase.jsonl, for which the longer of the two was too short."""
@@ -97,6 +103,8 @@ class EngineCost(NamedTuple):
     """With asynchronous scheduling the host works while the device computes. See OVERLAP."""
     drafting_host_seconds: tuple[float, float] = (0.0, 0.0)
     """What drafts add to `host_seconds`, also if none of them is verified."""
+    further_host_seconds: tuple[float, float] = (0.0, 0.0)
+    """Of each forward pass of a step after the first."""
 
     def steps(self, num_tokens: Any) -> Floats:
         """Seconds of steps without drafts, float64 of the shape of `num_tokens`."""
@@ -109,16 +117,19 @@ class EngineCost(NamedTuple):
         """Seconds of asking the drafter in a step."""
         return self.draft_seconds[0] + self.draft_seconds[1] * num_requests
 
-    def host(self, num_requests: int, *, is_drafting: bool = True) -> float:
+    def host(self, num_requests: int, *, is_drafting: bool = True, num_passes: int = 1) -> float:
         """Seconds of the host."""
-        (step, request), (more, more_request) = self.host_seconds, self.drafting_host_seconds
-        return step + request * num_requests + (more + more_request * num_requests) * is_drafting
+        times = 1, is_drafting, num_passes - 1
+        parts = self.host_seconds, self.drafting_host_seconds, self.further_host_seconds
+        return sum(n * (step + request * num_requests) for n, (step, request) in zip(times, parts, strict=True))
 
-    def whole_step(self, num_requests: int, num_draft_tokens: int, *, is_drafting: bool = True) -> float:
-        """Seconds of a step, without those of the drafter on the device."""
+    def whole_step(
+        self, num_requests: int, num_draft_tokens: int, *, is_drafting: bool = True, num_passes: int = 1
+    ) -> float:
+        """Seconds of a step whose passes have so many tokens each, without those of the drafter on the device."""
         seconds = self.steps(num_requests + num_draft_tokens) + self.request_seconds * num_requests
-        seconds += self.verify_seconds * (num_draft_tokens > 0)
-        host = self.host(num_requests, is_drafting=is_drafting)
+        seconds = num_passes * (seconds + self.verify_seconds * (num_draft_tokens > 0))
+        host = self.host(num_requests, is_drafting=is_drafting, num_passes=num_passes)
         return float((seconds**OVERLAP + host**OVERLAP) ** (1 / OVERLAP))
 
 
@@ -141,6 +152,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
+    "0.5b": Shape(0.494e9, 24, 24 * 2 * 2 * 64 * 2),  # Qwen2.5-0.5B
     "1.5b": Shape(1.54e9, 28, 28 * 2 * 2 * 128 * 2),  # Qwen2.5-1.5B: two key-value heads of 128 numbers
     "7b": Shape(7.62e9, 28, 28 * 2 * 4 * 128 * 2),  # Qwen2.5-7B
     "8b": Shape(8.03e9, 32, 32 * 2 * 8 * 128 * 2),  # Llama-3.1-8B: eight
@@ -198,13 +210,17 @@ def sampling_seconds(*, drafts: bool) -> Floats:
     return SAMPLE + SCAN_ROW * TOKENS + FEATURES * drafts
 
 
-def step_cost(shape: Shape, gpu: str, *, drafts: bool, context: float = CONTEXT) -> EngineCost:
+def step_cost(
+    shape: Shape, gpu: str, *, drafts: bool, context: float = CONTEXT, further_pass: float | None = None
+) -> EngineCost:
     """A model's steps, estimated.
 
     Args:
         gpu: In PEAKS.
         drafts: Whether the device drafts, with features.
         context: Tokens in a request's KV cache.
+        further_pass: What a step's further forward passes take the host, each. None: steps have one pass and, with
+            drafts, as many calls as when they were measured.
     """
     bandwidth, flops = BYTES_SHARE * PEAKS[gpu][0], FLOPS_SHARE * PEAKS[gpu][1]
     share = MEASURED_SHARE.get(gpu, MEASURED_SHARE["h100"])
@@ -215,36 +231,38 @@ def step_cost(shape: Shape, gpu: str, *, drafts: bool, context: float = CONTEXT)
     # An engine without speculation, whose graphs end at 512 tokens, never gets beyond them. Where vLLM cuts drafts they
     # end at `LARGEST_CUT`, but launching those steps' kernels takes less time than the device computes.
     launches = np.where(TOKENS > LARGEST_GRAPH, KERNELS_PER_LAYER * shape.layers * LAUNCH, 0.0)
+    is_measured = further_pass is None
+    more = (HOST_STEP_WITH_DRAFTS - HOST_STEP - HOST_LEARNING) * (1.0 if is_measured else DRAFTS_LEFT)
     return EngineCost(
         TOKENS,
         np.maximum(device, launches) + sampling_seconds(drafts=drafts),
         request_seconds=context * shape.cache_bytes / bandwidth,
         verify_seconds=context * VERIFYING.get(gpu, 0.0),
         draft_seconds=(DRAFT_CALL * drafts, DRAFT_REQUEST * drafts),
-        host_seconds=(HOST_STEP + HOST_LEARNING * drafts, HOST_REQUEST),
-        drafting_host_seconds=(
-            (HOST_STEP_WITH_DRAFTS - HOST_STEP - HOST_LEARNING) * drafts,
-            (HOST_REQUEST_WITH_DRAFTS - HOST_REQUEST) * drafts,
-        ),
+        host_seconds=(HOST_STEP + (HOST_LEARNING - FEWER_CALLS * (not is_measured)) * drafts, HOST_REQUEST),
+        drafting_host_seconds=(more * drafts, (HOST_REQUEST_WITH_DRAFTS - HOST_REQUEST) * drafts),
+        further_host_seconds=(further_pass or 0.0, FURTHER_PASS_REQUEST),
     )
 
 
-KnownSeconds = Callable[[int, NDArray[np.int64]], Floats]
-"""What an engine knows of its steps: seconds by their number of requests and their numbers of tokens, float64 [N]."""
+KnownSeconds = Callable[[int, NDArray[np.int64], int], Floats]
+"""What an engine knows of forward passes: seconds, float64 [N], by their requests, their numbers of tokens and how many
+a step has."""
 
 
-def measured_by_vllm(shape: Shape, gpu: str) -> KnownSeconds:
+def measured_by_vllm(shape: Shape, gpu: str, further_pass: float | None = None) -> KnownSeconds:
     """What an engine with adaptive verification measures at its start.
 
     With `MEASURED_CONTEXT` tokens of context for each token (`adaptive.py`), but at least the host's time
-    (`host_time.py`).
+    (`host_time.py`). further_pass: As of `step_cost`.
     """
-    cost = step_cost(shape, gpu, drafts=True)
+    cost = step_cost(shape, gpu, drafts=True, further_pass=further_pass)
     per_token = MEASURED_CONTEXT * shape.cache_bytes / (BYTES_SHARE * PEAKS[gpu][0])
 
-    def seconds(num_requests: int, num_tokens: NDArray[np.int64]) -> Floats:
+    def seconds(num_requests: int, num_tokens: NDArray[np.int64], num_passes: int) -> Floats:
         device = cost.steps(num_tokens) + per_token * num_tokens + cost.draft_seconds[0]
-        return known_costs(device, cost.host(num_requests), num_tokens, LARGEST_CUT)
+        host = cost.host(num_requests, num_passes=num_passes) / num_passes
+        return known_costs(device, host, num_tokens, LARGEST_CUT)
 
     return seconds
 
@@ -257,7 +275,7 @@ def measured_curve(milliseconds: Mapping[int, Mapping[int, float]]) -> KnownSeco
             times.setdefault(num_requests * (1 + k), []).append(ms / 1e3)
     tokens = sorted(times)
     curve = EngineCost(np.array(tokens, float), np.maximum.accumulate([np.mean(times[size]) for size in tokens]))
-    return lambda num_requests, num_tokens: curve.steps(num_tokens)
+    return lambda num_requests, num_tokens, num_passes: curve.steps(num_tokens)
 
 
 class MeasuredCost:
@@ -276,10 +294,13 @@ class MeasuredCost:
         self._curves = [np.array(sorted(milliseconds[int(k)].items())).T for k in self._ks]
         self._drafts = drafts
 
-    def whole_step(self, num_requests: float, num_draft_tokens: float, *, is_drafting: bool = True) -> float:
+    def whole_step(
+        self, num_requests: float, num_draft_tokens: float, *, is_drafting: bool = True, num_passes: int = 1
+    ) -> float:
         """As of `EngineCost`, with the host's time in what was measured."""
         times = [np.interp(num_requests, *curve) * max(num_requests / curve[0][-1], 1.0) for curve in self._curves]
-        return float(np.interp(num_draft_tokens / num_requests, self._ks, times)) / 1e3 + FEATURES * self._drafts
+        seconds = float(np.interp(num_draft_tokens / num_requests, self._ks, times)) / 1e3
+        return num_passes * (seconds + FEATURES * self._drafts)
 
     def drafting(self, num_requests: int) -> float:
         """As of `EngineCost`."""

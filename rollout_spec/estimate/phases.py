@@ -3,14 +3,14 @@
 **Simulated**: `loop.py` decodes recorded rollouts, accepting a draft token where it equals the recorded one. As that is
 a sample of the target, this estimates lossless verification without bias. A step takes what the curve says for its
 tokens, and prompts cost nothing. Requests wait for a free place, as with continuous batching, and the phase ends when
-the last one has.
+the last one has. A step of the scheduler may have several forward passes (`num_passes.py`).
 """
 
 from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from rollout_spec.features import Features, no_features
 from rollout_spec.history.logs import Copies, read
 from rollout_spec.loop import Decoder, RequestState, Targets
 from rollout_spec.measured_schedule import MeasuredSchedule
+from rollout_spec.num_passes import NumPasses
 from rollout_spec.step_sizes import CHEAP_TOKENS, CHEAP_TOKENS_A100, MOST_CUT_REQUESTS, affordable_ranges
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Drafts, Int32Array
 
@@ -170,8 +171,8 @@ def add_rollout(drafter: Any, rollout: RecordedRollout) -> None:
 class Adaptive(MeasuredSchedule):
     """Cuts whole drafts as vLLM's adaptive verification does: by the drafter's confidences and what steps cost.
 
-    How many draft tokens a step keeps is decided by the previous drafts' confidences, the latest that the host has;
-    which ones, by these drafts'.
+    How many draft tokens a step keeps in each of its passes is decided by the previous step's last confidences, the
+    latest that the host has; which ones, by these drafts'.
 
     Args:
         seconds: Of steps, as the engine knows them.
@@ -183,6 +184,11 @@ class Adaptive(MeasuredSchedule):
         super().__init__([num_speculative_tokens * (n <= MOST_CUT_REQUESTS) for n in range(batch + 1)])
         self._seconds = seconds
         self._before: dict[RequestState, Floats] = {}
+        self._num_passes, self._pass, self._num_kept = 1, 0, 0  # of the step
+
+    def begin_step(self, num_passes: int) -> None:
+        """The next drafts are those of a step that has so many forward passes."""
+        self._num_passes, self._pass = num_passes, 0
 
     def cut(self, drafts: Drafts, decoder: Decoder) -> Drafts:
         """These drafts with the lengths that are verified."""
@@ -193,13 +199,17 @@ class Adaptive(MeasuredSchedule):
         # The probability that each drafted token is reached and right, float64 [B, K]; 0 where there is none.
         survival = drafting.drafter.table.arrays.confidence[rows].astype(np.float64)
         survival[np.arange(survival.shape[1]) >= drafts.lengths[:, None]] = 0.0
-        new = np.ones(survival.shape[1])  # drafts of new requests count as certain
-        before = np.array([self._before.get(request, new) for request in decoder.live])
-        self._before = dict(zip(decoder.live, survival, strict=True))
-        emitted = len(rows) + np.append(0.0, np.cumsum(-np.sort(-before, axis=None)))
-        num_kept = int(np.argmax(emitted / self._seconds(len(rows), len(rows) + np.arange(emitted.size))))
+        if self._pass == 0:
+            new = np.ones(survival.shape[1])  # drafts of new requests count as certain
+            before = np.array([self._before.get(request, new) for request in decoder.live])
+            emitted = len(rows) + np.append(0.0, np.cumsum(-np.sort(-before, axis=None)))
+            sizes = len(rows) + np.arange(emitted.size)
+            self._num_kept = int(np.argmax(emitted / self._seconds(len(rows), sizes, self._num_passes)))
+        self._pass += 1
+        if self._pass == self._num_passes:
+            self._before = dict(zip(decoder.live, survival, strict=True))
         kept = np.zeros(survival.size, bool)
-        kept[np.argsort(-survival, axis=None, kind="stable")[:num_kept]] = True
+        kept[np.argsort(-survival, axis=None, kind="stable")[: self._num_kept]] = True
         return drafts._replace(lengths=kept.reshape(survival.shape).sum(1))
 
 
@@ -221,17 +231,21 @@ def k_by_requests(gpu: str | None, num_speculative_tokens: int, used_experts: fl
 
 
 class Step(NamedTuple):
-    """A step of a simulated engine."""
+    """A forward pass of a simulated engine."""
 
     num_requests: int
     num_draft_tokens: int
     num_accepted: int
     seconds: float
-    """Those of drafting included."""
+    """Those of drafting included; an equal share of what its step of the scheduler takes."""
     tokens: int
     """Generated so far, the first one of each rollout included."""
     ended: list[tuple[RecordedRollout, float]]
     """The rollouts that have ended, and the seconds of each, by an equal share of its steps."""
+    num_wasted: int = 0
+    """Requests that it computes though they have ended."""
+    num_passes: int = 1
+    """Of its step."""
 
 
 def simulate(
@@ -242,12 +256,15 @@ def simulate(
     *,
     num_speculative_tokens: int,
     batch: int,
+    passes: NumPasses | int | None = None,
 ) -> Iterator[Step]:
-    """Decode recorded rollouts, `batch` at a time, and yield the steps.
+    """Decode recorded rollouts, `batch` at a time, and yield the forward passes.
 
     Args:
         policy: A `Budget` learns from these steps, and may know others.
         num_speculative_tokens: Most tokens drafted per request and step, K.
+        passes: Of each step in which no request begins. A request that ends is then computed to the end of the next
+            step, too, which was scheduled before the host heard of it. None: of each step one, and that is free.
     """
     target, budget = RecordedTarget(), policy if isinstance(policy, Budget) else None
     decoder = Decoder(drafter, target, num_speculative_tokens, knows_noise=False, budget=budget)
@@ -257,34 +274,64 @@ def simulate(
     waiting = [rollout for rollout in reversed(rollouts) if rollout.token_ids.size]
     tokens, clock = 0, 0.0  # the seconds of a request that was there from the beginning
     started: dict[RequestState, tuple[RecordedRollout, float]] = {}
+    late = 0  # requests of the next step that have ended
+    timed: deque[tuple[int, int, int, float | None]] = deque(maxlen=3)  # K, passes, requests and seconds of steps
     while waiting or decoder.live:
-        while waiting and len(decoder.live) < batch:
+        num_before = len(decoder.live)
+        late *= num_before > 0
+        while waiting and len(decoder.live) + late < batch:
             rollout = waiting.pop()
             tokens += 1  # the first one comes with the prompt
             if rollout.token_ids.size > 1:
                 request = target.request(rollout)
                 started[request] = rollout, clock
                 decoder.start(request)
-        num_requests = len(decoder.live)
-        if not num_requests:
+        num_started = len(decoder.live)
+        if not num_started:
             return
-        k = num_speculative_tokens
+        num_requests, k = num_started + late, num_speculative_tokens
         if isinstance(policy, MeasuredSchedule):
             k = policy.choose(num_requests)
         elif not isinstance(policy, Budget):
             k = policy(num_requests)
-        counts = decoder.step(k)
-        num_draft_tokens, num_accepted = int(counts.drafted.sum()), int(counts.accepted.sum())
-        if not isinstance(policy, Budget | Adaptive):
-            num_draft_tokens = k * num_requests  # where there is no draft something else is verified
-        draft_seconds = cost.drafting(num_requests) * (decoder.drafting.num_asked > 0)
-        seconds = cost.whole_step(num_requests, num_draft_tokens, is_drafting=k > 0) + draft_seconds
-        decoder.observe_step(counts, seconds, draft_seconds)
-        if isinstance(policy, MeasuredSchedule):
-            policy.observe(np.full(num_requests, k), counts.accepted, seconds)
-        target.end_finished(decoder)
-        tokens += int(counts.emitted.sum())
-        clock += seconds / num_requests
-        left = started.keys() - set(decoder.live)
-        ended = [(rollout, clock - start) for rollout, start in map(started.pop, left)]
-        yield Step(num_requests, num_draft_tokens, num_accepted, seconds, tokens, ended)
+        has_prompts, num_passes, is_trial = num_started > num_before, 1, False
+        if isinstance(passes, NumPasses) and not has_prompts:
+            num_passes, is_trial = passes.choose(num_requests, k > 0), passes.is_trial
+        elif isinstance(passes, int) and not has_prompts:
+            num_passes = passes
+        if isinstance(policy, Adaptive):
+            policy.begin_step(num_passes)
+        seconds = 0.0
+        for number in range(num_passes):
+            num_live, num_accepted = len(decoder.live), 0
+            if num_live:
+                counts = decoder.step(k)
+                num_accepted = int(counts.accepted.sum())
+                tokens += int(counts.emitted.sum())
+            if number == 0:  # the others have as many tokens
+                num_draft_tokens = int(counts.drafted.sum())
+                if not isinstance(policy, Budget | Adaptive):
+                    num_draft_tokens = k * num_requests  # where there is no draft something else is verified
+                draft_seconds = cost.drafting(num_requests) * (decoder.drafting.num_asked > 0)
+                seconds = draft_seconds + (
+                    cost.whole_step(num_requests, num_draft_tokens, is_drafting=k > 0, num_passes=num_passes)
+                    / num_passes
+                )
+                decoder.observe_step(counts, seconds, draft_seconds)
+            if num_live and isinstance(policy, MeasuredSchedule):
+                is_timed = passes is None or not (has_prompts or is_trial)
+                policy.observe(np.full(num_live, k), counts.accepted, seconds if is_timed else None)
+            target.end_finished(decoder)
+            clock += seconds / max(num_live, 1)
+            left = started.keys() - set(decoder.live)
+            ended = [(rollout, clock - start) for rollout, start in map(started.pop, left)]
+            num_wasted = num_requests - num_live
+            yield Step(num_live, num_draft_tokens, num_accepted, seconds, tokens, ended, num_wasted, num_passes)
+        if passes is not None:
+            late = num_started - len(decoder.live)
+        # As `sub_steps.Steps` does: a step counts among others like it.
+        timed.append((k, num_passes, num_requests, None if has_prompts else num_passes * seconds))
+        if isinstance(passes, NumPasses) and len({step[:2] for step in timed}) == 1 and len(timed) == 3:
+            _, _, num_requests, took = timed[1]
+            if took is not None:
+                passes.observe(num_requests, k > 0, num_passes, took)

@@ -216,7 +216,10 @@ def test_of_too_many_requests_no_drafts_are_cut_as_in_engines(monkeypatch):
     monkeypatch.setattr(phases, "MOST_CUT_REQUESTS", 3)
     text = np.tile(np.arange(5, dtype=np.int32), 8)
     rollouts = [RecordedRollout(0, PROMPT, text[: 20 + 5 * n]) for n in range(5)]
-    drafter, policy = build_drafter("history", max_draft_tokens=4), Adaptive(lambda _, sizes: np.ones(len(sizes)), 4, 8)
+    drafter, policy = (
+        build_drafter("history", max_draft_tokens=4),
+        Adaptive(lambda _, sizes, n: np.ones(len(sizes)), 4, 8),
+    )
     steps = list(simulate(rollouts, drafter, policy, UNIT_COST, num_speculative_tokens=4, batch=8))
     assert {step.num_draft_tokens for step in steps if step.num_requests > 3} == {0}
     assert any(step.num_draft_tokens for step in steps if step.num_requests <= 3)
@@ -231,7 +234,7 @@ def test_each_phase_begins_alike(step_seconds, num_drafted):
     """Its requests have the same numbers as those of the last one, and their drafts count as certain."""
     texts = np.random.default_rng(0).integers(0, 3, (4, 40), np.int32)
     rollouts = [RecordedRollout(0, PROMPT, text) for text in texts]
-    policy = Adaptive(lambda requests, sizes: sizes + step_seconds, 4, 4)
+    policy = Adaptive(lambda requests, sizes, passes: sizes + step_seconds, 4, 4)
     policy.choose = lambda num_requests: 4
     for _ in range(2):
         drafter = build_drafter("history", max_draft_tokens=4)
@@ -248,7 +251,7 @@ def test_each_phase_begins_alike(step_seconds, num_drafted):
         ([{"prompt": "a", "completion": "b"}], [], "text needs --tokenizer"),
         ([{"prompt_ids": [1], "completion_ids": [2]}], [], "nothing to draft"),  # the first comes with the prompt
         (None, ["-k", "0"], "-k must be between 1 and"),
-        (None, ["--gpu", "h100"], "--gpu needs --model: one of 1.5b, 7b"),
+        (None, ["--gpu", "h100"], "--gpu needs --model: one of 0.5b, 1.5b"),
         (None, ["--gpu", "h100", "--model", "nowhere/config.json"], "--model must be one of"),
         (None, ["--step-times", "times.csv"], "--step-times needs --gpu"),
         (None, ["--step-times", "times.csv", "--gpu", "h100", "-k", "5"], "of at most 4 draft tokens: give -k 4"),
@@ -313,8 +316,8 @@ def test_measured_times_are_interpolated(tmp_path):
     path.write_text(STEP_TIMES)
     cost = MeasuredCost(read_step_times(path, None, context=300), drafts=False)
     by_tokens = measured_curve(read_step_times(path, None, context=300))
-    assert by_tokens(1, [1, 5, 8, 40]).tolist() == [0.010, 0.011, 0.012, 0.020]
-    assert by_tokens(1, 80) > 0.025, "further draft tokens are not free"
+    assert by_tokens(1, [1, 5, 8, 40], 1).tolist() == [0.010, 0.011, 0.012, 0.020]
+    assert by_tokens(1, 80, 1) > 0.025, "further draft tokens are not free"
     steps = [(1, 0), (8, 0), (8, 32), (1, 2), (16, 0)]
     assert [cost.whole_step(*step) for step in steps] == pytest.approx([0.010, 0.012, 0.020, 0.0105, 0.024])
     assert cost.drafting(8) == 0 < MeasuredCost(read_step_times(path, "a", 300), drafts=True).drafting(8)
@@ -379,6 +382,27 @@ def test_the_budget_pays_where_tokens_are_free_and_stays_out_where_they_are_not(
 def test_where_the_scheduler_chooses_k_all_requests_have_as_many_whatever_was_found():
     steps = run(MeasuredSchedule([4] * 5), UNIT_COST, phase_rollouts())
     assert {step.num_draft_tokens / step.num_requests for step in steps} == {0, 4}
+
+
+def test_a_step_with_several_passes_goes_on_after_requests_have_ended():
+    """And the next one begins with them: it was scheduled before that was known."""
+    text = np.arange(12, dtype=np.int32)
+    rollouts = [RecordedRollout(n, PROMPT, text[:size]) for n, size in enumerate((12, 4, 6))]
+    drafter = build_drafter("suffix", max_draft_tokens=4)
+    run = simulate(rollouts, drafter, lambda n: 0, STEEP, num_speculative_tokens=4, batch=2, passes=4)
+    steps = list(run)
+    # A prompt's step has one pass. Each rollout's first token takes none, and the third waits for the second's place.
+    assert [step.num_passes for step in steps] == [1, *[4] * 8, 1, *[4] * 4]
+    assert [step.num_requests for step in steps] == [2, 2, 2, 1, 1, 1, 1, 1, 1, 2, 2, 1, 1, 1]
+    assert [step.num_wasted for step in steps] == [0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1]
+    assert steps[-1].tokens == 22
+
+
+def test_the_host_works_once_for_a_step_and_a_little_for_each_further_pass():
+    cost = STEEP._replace(host_seconds=(1000.0, 2.0), further_host_seconds=(100.0, 1.0))
+    assert [cost.host(4, num_passes=n) for n in (1, 2, 4)] == [1008, 1112, 1320]
+    assert cost.whole_step(4, 8, num_passes=4) == pytest.approx(1320, rel=1e-3)
+    assert STEEP.whole_step(4, 8, num_passes=3) == pytest.approx(36)
 
 
 def test_a_step_takes_what_its_requests_cost_and_more_than_the_host():
