@@ -8,8 +8,9 @@
 #   doctor                                   what `rollout-spec doctor --device` says
 #   trl                                      GRPO, with rollouts compared; POLICY may have its policy
 #   start-1.5b                               engines with 64 requests, and each line that waits for the device
-#   phase-1.5b:none,device:64                whole rollout phases, also phase-7b
-#   calls-1.5b:none,device:64                what each kind of call takes the host, per step of the first 200 tokens
+#   phase-1.5b:none,device:64                whole rollout phases, also phase-7b; device-n1, -n2 and -n4 have so many
+#                                            forward passes per step, and device as many as pay
+#   calls-1.5b:none,device-n1,device-n2:64   what each kind of call takes the host, per pass of the first 200 tokens
 # Environment variables:
 #   LIMIT      seconds for all stages, 560 unless set: they leave room in a machine's ten minutes to unpack vLLM. Each
 #              stage has its share of what is left, so none takes another's time. What is not reached is not run.
@@ -43,7 +44,7 @@ for stage in "$@"; do
         second)
             big=7b
             [[ $shape == tiny ]] && big=tiny
-            stages+=("phase-$big:none,device" "phase-$shape:none,device:64")
+            stages+=("phase-$big:none,device" "phase-$shape:none,device,device-n1,device-n2,device-n4:64")
             ;;
         *) stages+=("$stage") ;;
     esac
@@ -51,6 +52,7 @@ done
 
 # Seconds on an H100, as far as they can be guessed: a stage's share of the limit.
 share_of() {
+    local commas=${1//[^,]/}
     case ${1%%[-:]*} in
         check) echo 130 ;;
         doctor) echo 60 ;;
@@ -59,7 +61,7 @@ share_of() {
         verify) echo 80 ;;
         calls) echo 100 ;;
         start) echo 240 ;;
-        phase) [[ $1 == phase-7b* ]] && echo 360 || echo 180 ;;
+        phase) [[ $1 == phase-7b* ]] && echo 360 || echo $((140 + 40 * ${#commas})) ;;
     esac
 }
 
@@ -155,7 +157,10 @@ for stage in "${stages[@]}"; do
                 watch=(env "PYTHONPATH=$logs/before:$PYTHONPATH" PYTHONSAFEPATH=1)
             fi
             ;;
-        phase-*) command+=(--step-times "$out/step_times_$name.csv") ;;
+        phase-*)
+            command+=(--step-times "$out/step_times_$name.csv")
+            [[ $modes != *,*,*,* ]] || command+=(--kv-gib 6)  # engines of 64 requests, which are there at once
+            ;;
     esac
     [[ -z $modes ]] || command+=(--modes ${modes//,/ })
     [[ -z $batches ]] || command+=(--batch ${batches//,/ })

@@ -54,14 +54,10 @@ class Batch:
         lengths = rng.integers(length // 4, length, batch)
         earlier = max(0, resident - int(lengths.sum())) // (num_problems * max_len)
         self.drafter = DeviceDrafter(
-            max_requests=batch,
-            max_model_len=max_len,
-            device=device,
-            max_draft_tokens=k,
-            max_resident_tokens=(earlier * num_problems + 1) * max_len,
-            max_problem_tokens=(earlier + 1) * max_len,
+            max_requests=batch, max_model_len=max_len, device=device, max_draft_tokens=k,
+            max_resident_tokens=(earlier * num_problems + 1) * max_len, max_problem_tokens=(earlier + 1) * max_len,
             **({} if features else WORDS_ALONE),
-        )
+        )  # fmt: skip
         self.texts = self.words(num_problems * max_len).reshape(num_problems, max_len)
         texts = np.stack([self.mutate(self.texts[i // GROUP]) for i in range(batch)])
         self.history = torch.from_numpy(texts.astype(np.int32)).to(device)

@@ -37,13 +37,9 @@ class Recorded(NamedTuple):
 
 
 SETS = {
-    "rg_llama_math": Recorded(24, 16),
-    "rg_qwen3b": Recorded(120, 3),
-    "codet_codegen16b": Recorded(115, 16),
-    "tot_text_gpt4": Recorded(30, 10),
-    "tau_airline_gpt4o": Recorded(35, 4),
-    "r1v_grpo_log": Recorded(300, 8),
-}
+    "rg_llama_math": Recorded(24, 16), "rg_qwen3b": Recorded(120, 3), "codet_codegen16b": Recorded(115, 16),
+    "tot_text_gpt4": Recorded(30, 10), "tau_airline_gpt4o": Recorded(35, 4), "r1v_grpo_log": Recorded(300, 8),
+}  # fmt: skip
 MEMORY_PROBLEMS = 9
 """Of rg_llama_math, of whose rollouts the first half is kept: 300,000 tokens."""
 

@@ -40,14 +40,11 @@ class VllmNgram(StatelessDrafter):
     def __init__(self, k: int, max_requests: int = 512, max_model_len: int = 32_768) -> None:
         from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
-        config = types.SimpleNamespace(
-            speculative_config=types.SimpleNamespace(
-                prompt_lookup_min=2, prompt_lookup_max=5, num_speculative_tokens=k
-            ),
-            model_config=types.SimpleNamespace(max_model_len=max_model_len),
-            scheduler_config=types.SimpleNamespace(max_num_seqs=max_requests),
-            parallel_config=types.SimpleNamespace(tensor_parallel_size=1),
-        )
+        own, lookup = types.SimpleNamespace, {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
+        config = own(
+            speculative_config=own(num_speculative_tokens=k, **lookup), model_config=own(max_model_len=max_model_len),
+            scheduler_config=own(max_num_seqs=max_requests), parallel_config=own(tensor_parallel_size=1),
+        )  # fmt: skip
         self._proposer = NgramProposer(config)
         self._tokens = np.zeros((max_requests, max_model_len), np.int32)
         self._sizes = np.zeros(max_requests, np.int32)

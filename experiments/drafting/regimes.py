@@ -80,15 +80,9 @@ def waves(problems: Sequence[list[RecordedRollout]], regime: Regime, batch: int)
 
 
 def replay(
-    problems: Sequence[Sequence[RecordedRollout]],
-    drafter: Drafter,
-    regime: Regime,
-    *,
-    num_speculative_tokens: int = 16,
-    batch: int = 64,
-    max_samples: int | None = None,
-    knows_noise: bool = False,
-) -> ReplayResult:
+    problems: Sequence[Sequence[RecordedRollout]], drafter: Drafter, regime: Regime, *, batch: int = 64,
+    num_speculative_tokens: int = 16, max_samples: int | None = None, knows_noise: bool = False,
+) -> ReplayResult:  # fmt: skip
     """Replay recorded rollouts, given by problem, in one regime.
 
     Args:

@@ -112,14 +112,9 @@ PROMPTS = {"demo": demo_prompts, "real-policy": real_prompts}
 
 
 def one_turn(
-    llm: Any,
-    make_prompts: Callable[[random.Random, int], list[Any]],
-    batch: int,
-    groups: int,
-    seeds: tuple[int, int],
-    *,
-    is_seeded: bool = True,
-) -> tuple[float, list[list[int]]]:
+    llm: Any, make_prompts: Callable[[random.Random, int], list[Any]], batch: int, groups: int,
+    seeds: tuple[int, int], *, is_seeded: bool = True,
+) -> tuple[float, list[list[int]]]:  # fmt: skip
     """(seconds per token, rollouts) of one rollout phase: `groups` times `batch` requests, GROUP_SIZE per prompt.
 
     Args:
@@ -131,12 +126,8 @@ def one_turn(
     group = min(GROUP_SIZE, batch)
     different = make_prompts(random.Random(seeds[0]), groups * batch // group)
     prompts = [prompt for prompt in different for _ in range(group)]
-    params = [
-        SamplingParams(
-            temperature=1.0, max_tokens=MAX_TOKENS, seed=seeds[1] * 10_000 + i if is_seeded else None, detokenize=False
-        )
-        for i in range(len(prompts))
-    ]
+    noise = [seeds[1] * 10_000 + i if is_seeded else None for i in range(len(prompts))]
+    params = [SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, seed=n, detokenize=False) for n in noise]
     outputs, seconds = [], 0.0
     for start in range(0, len(prompts), batch):
         started = time.perf_counter()

@@ -90,7 +90,7 @@ def build(mode: str) -> Any:
         own["model"] = str(model_folder(method))
     mode_of_engine, options = {
         "none": ("off", {}),
-        "history": ("device" if IS_V2 else "all", {"budget": False}),
+        "history": ("device" if IS_V2 else "all", {"budget": False, "sub_steps": 1}),  # whose steps are counted
         "both": ("device", {"budget": False, "speculative_config": own}),
     }.get(kind, ("model", {"speculative_config": {**own, "draft_sample_method": kind}}))
     return build_engine(

@@ -15,7 +15,8 @@ problems with eight rollouts each of Llama-3.2-3B-Instruct after 400 and after 8
 Each mode of build.py has an engine in a process of its own, in which it is called as TRL's colocated engine is:
 
     none       vLLM without speculation
-    device     the drafter on the device, our default on a GPU
+    device     the drafter on the device, our default on a GPU, with as many forward passes per step as pay
+    device-n1  the same with one; also n2 and n4
 
 For each batch size there are two phases: the first meets the problems for the first time; the second, after new
 weights, has that history and samples other rollouts of the same problems. A queue is a batch larger than `--max-seqs`.
@@ -25,6 +26,7 @@ relative to the mean of both.
 
 Reported by batch, phase and mode: seconds, also relative to `none`; tokens per second; tokens per request and step; the
 share of steps that were too large for a CUDA graph; the time of steps by their size, on a GPU as its stream takes it.
+Each forward pass counts as a step; `passes_per_step` is how many the scheduler's have.
 The states of a model with made-up weights say little, so features show what they cost here, not what they are worth.
 Differences of some percent mean nothing. An engine that fails or runs out of time leaves the rows of the phases that it
 has finished.
@@ -55,7 +57,7 @@ from experiments.traces import read_traces
 from rollout_spec.estimate.phases import RecordedRollout, by_problem
 from rollout_spec.stats import SpeculationStats
 
-MODES = ("none", "device")
+MODES = ("none", "device", "device-n1", "device-n2", "device-n4")
 SHAPES = {
     # layers, hidden, intermediate, heads, key-value heads, vocabulary: Qwen2.5-1.5B and -7B
     "1.5b": (28, 1536, 8960, 12, 2, 151_936),
@@ -160,12 +162,13 @@ def serve(
     end = end_token(rollouts)
     limit = max(rollout.token_ids.size for rollout in rollouts)
     has_noise = all(rollout.seed is not None for rollout in rollouts)
-    is_ours = mode in OURS
+    kind, _, num_passes = mode.partition("-n")
+    is_ours, options = kind in OURS, {"sub_steps": int(num_passes)} if num_passes else {}
     memory: dict[str, Any] = {"num_gpu_blocks_override": 2000}
     if torch.cuda.is_available():  # nothing is measured then, so other engines may start meanwhile
         memory = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": int(args.kv_gib * 2**30)}
     llm = build_engine(
-        model, mode, K, options={"verify": "sample" if has_noise else "rejection"}, load_format="dummy",
+        model, kind, K, options={"verify": "sample" if has_noise else "rejection", **options}, load_format="dummy",
         skip_tokenizer_init=True, dtype=args.dtype, enforce_eager=args.eager, logprobs_mode="processed_logprobs",
         seed=0, max_num_seqs=args.max_seqs or min(max(batches), 256),
         max_model_len=max(prompt_of(rollout).size for rollout in rollouts) + limit + K + 1, **memory,
@@ -207,7 +210,7 @@ def serve(
             begun = [r._replace(token_ids=r.token_ids[:PROFILED_TOKENS]) for r in phase.rollouts]
             watched.clear()
             calls = calls_by_kind(functools.partial(generate, begun, phase.problems, first_scripts[batch, name]))
-            num_steps = len(watched.tokens)
+            num_steps = sum(watched.passes)
             per_step = {kind: [round(x / num_steps, 1) for x in of_kind] for kind, of_kind in sorted(calls.items())}
             row = {"mode": mode, "batch": batch, "phase": name, "steps": num_steps, "calls_per_step": per_step}
             continue
@@ -270,13 +273,13 @@ def describe(row: dict[str, Any]) -> str:
     """A line of the table."""
     speedup = f"{row['times_as_fast']:6.2f}" if "times_as_fast" in row else "     -"
     return (
-        f"{row['batch']:8d} {row['phase']:8} {row['mode']:7} {row['seconds']:8.3f} {speedup} "
+        f"{row['batch']:8d} {row['phase']:8} {row['mode']:9} {row['seconds']:8.3f} {speedup} "
         f"{row['tokens_per_second']:9.0f} {row['tokens_per_step']:7.2f} "
-        f"{row['verified_per_step']:8.2f} {row['steps_without_graph']:8.2f}"
+        f"{row['verified_per_step']:8.2f} {row['steps_without_graph']:8.2f} {row['passes_per_step']:6.2f}"
     )
 
 
-HEADER = "requests phase    mode     seconds  times  tokens/s tok/step verified no graph"
+HEADER = "requests phase    mode       seconds  times  tokens/s tok/step verified no graph passes"
 
 
 def main() -> None:
@@ -290,9 +293,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--kv-gib", type=float, default=14, help="GiB of each engine's KV cache on a GPU")
-    parser.add_argument(
-        "--calls", action="store_true", help="microseconds of the host by kind of call, in place of times"
-    )
+    parser.add_argument("--calls", action="store_true", help="microseconds of the host by kind of call, not times")
     parser.add_argument("--until", type=float, help="by this time, as `date +%%s` says it, stop")
     parser.add_argument("--logs", type=Path, help="keep all that the engines print in this folder")
     parser.add_argument("--step-times", type=Path, help="write them here for `rollout-spec estimate --step-times`")
@@ -340,10 +341,8 @@ def main() -> None:
                 print(json.dumps(row) if args.calls else describe(row), flush=True)
             rows += of_phase
     if args.step_times is not None:
-        rollouts = [
-            rollout for size in batches for n in range(len(PHASES)) for rollout in Phase(recorded, size, n).rollouts
-        ]
-        context = round(np.mean([rollout.mean_context for rollout in rollouts]))
+        phases = [Phase(recorded, size, n) for size in batches for n in range(len(PHASES))]
+        context = round(np.mean([rollout.mean_context for phase in phases for rollout in phase.rollouts]))
         write_step_times(args.step_times, args.shape, context, rows)
     if len(children) < len(args.modes):
         raise SystemExit(f"stopped early: {', '.join(mode for mode in args.modes if mode not in children)}")

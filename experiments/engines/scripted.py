@@ -42,8 +42,12 @@ class Scripts:
         self._table = torch.from_numpy(table).to(runner.device)
         self._of_request = torch.full((runner.max_num_reqs,), len(texts), dtype=torch.int64, device=runner.device)
         self._add_requests, runner.add_requests = runner.add_requests, self._note_requests
+        engine = getattr(runner, "rollout_spec", None)
+        if hasattr(engine, "_sample_in"):  # further forward passes of a step do not call vLLM's sampler
+            engine._sample_in = self._forcing(engine._sample_in, 3)
+            return
         for kind in {type(runner.sampler), type(runner.rejection_sampler or runner.sampler)}:
-            kind.__call__ = self._forcing(kind.__call__)
+            kind.__call__ = self._forcing(kind.__call__, 1)
 
     def _note_requests(self, scheduler_output: Any) -> None:
         self._add_requests(scheduler_output)
@@ -53,15 +57,20 @@ class Scripts:
             scripts = [request.sampling_params.extra_args[SCRIPT] for request in new]
             self._of_request[upload(np.array(rows, np.int64), device)] = upload(np.array(scripts, np.int64), device)
 
-    def _forcing(self, call: Any) -> Any:
-        """The sampler's call, after the logit of each row's recorded token is raised."""
+    def _forcing(self, call: Any, place: int) -> Any:
+        """The sampler's call, after the logit of each row's recorded token is raised.
 
-        def sample(sampler: Any, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        Args:
+            place: Of the logits among its arguments; the batch comes next.
+        """
+
+        def sample(*args: Any) -> Any:
+            logits, input_batch = args[place : place + 2]
             script = self._of_request[input_batch.expanded_idx_mapping.long()]
             position = input_batch.positions[input_batch.logits_indices]
             wanted = self._table[script, (position + 1).clamp(max=self._table.shape[1] - 1)]
             logits.scatter_(1, wanted[:, None], ABOVE_ALL)
-            return call(sampler, logits, input_batch, *args, **kwargs)
+            return call(*args)
 
         return sample
 
@@ -88,20 +97,23 @@ def milliseconds_between(marked: Sequence[Any]) -> np.ndarray:
 
 
 class Steps:
-    """What a runner's steps are."""
+    """What a runner's steps are. Requests and tokens are those of each of a step's forward passes."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self.requests: list[int] = []
         self.tokens: list[int] = []
+        self.passes: list[int] = []
         self.begun: list[Any] = []
         mark = marks()
         execute_model = runner.execute_model
 
         def watched_execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             if scheduler_output.total_num_scheduled_tokens:
+                step = getattr(scheduler_output, "rollout_spec_step", None)
+                self.passes.append(1 if step is None else step.num_passes)
                 self.requests.append(len(scheduler_output.num_scheduled_tokens))
-                self.tokens.append(scheduler_output.total_num_scheduled_tokens)
+                self.tokens.append(scheduler_output.total_num_scheduled_tokens // self.passes[-1])
                 self.begun.append(mark())
             return execute_model(scheduler_output, *args, **kwargs)
 
@@ -119,7 +131,7 @@ class Steps:
 
     def clear(self) -> None:
         """Begin a phase."""
-        for values in (self.requests, self.tokens, self.begun):
+        for values in (self.requests, self.tokens, self.passes, self.begun):
             values.clear()
 
     def forget_other_problems(self) -> None:
@@ -130,21 +142,23 @@ class Steps:
 
     def summary(self, num_tokens: int) -> dict[str, Any]:
         """Of the phase, in which rollouts got `num_tokens` tokens."""
+        requests, tokens, passes = map(np.array, (self.requests, self.tokens, self.passes))
+        request_passes, is_large = passes @ requests, tokens > self._largest_graph
         return {
-            "steps": len(self.tokens),
-            "tokens_per_step": round(num_tokens / sum(self.requests), 3),
-            "verified_per_step": round(sum(self.tokens) / sum(self.requests), 3),
-            "steps_without_graph": round(float(np.mean(np.array(self.tokens) > self._largest_graph)), 3),
+            "steps": int(passes.sum()),
+            "passes_per_step": round(float(passes.mean()), 2),
+            "tokens_per_step": round(float(num_tokens / request_passes), 3),
+            "verified_per_step": round(float(passes @ tokens / request_passes), 3),
+            "steps_without_graph": round(float(np.average(is_large, weights=passes)), 3),
             "by_size": self._by_size(),
         }
 
     def _by_size(self) -> list[tuple[int, int, int, float]]:
-        """(requests, tokens, steps, their median in ms) of every size of a step that occurred often enough."""
+        """(requests, tokens, steps, a pass's median in ms) of every size of a step that occurred often enough."""
         times: dict[tuple[int, int], list[float]] = {}
-        for size, ms in zip(
-            zip(self.requests, self.tokens, strict=True), milliseconds_between(self.begun), strict=False
-        ):
-            times.setdefault(size, []).append(ms)
+        sizes = zip(self.requests, self.tokens, strict=True)
+        for size, ms, n in zip(sizes, milliseconds_between(self.begun), self.passes, strict=False):
+            times.setdefault(size, []).append(ms / n)
         return [
             (*size, len(ms), round(float(np.median(ms)), 3))
             for size, ms in sorted(times.items())

@@ -172,13 +172,9 @@ def build(target: LlamaForCausalLM, method: Method) -> nn.Module:
 
 
 def train(
-    target: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    method: Method,
-    *,
-    steps: int,
+    target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, method: Method, *, steps: int,
     held_out: Sequence[Sequence[int]],
-) -> tuple[nn.Module, list[float]]:
+) -> tuple[nn.Module, list[float]]:  # fmt: skip
     """Train a draft model for a policy on the warm start's texts, without those of the prompts `held_out`.
 
     With AdamW, a linear warm-up and a cosine decay.

@@ -48,13 +48,9 @@ class RecordingGenerator(PairedGenerator):
     """
 
     def __init__(
-        self,
-        out_dir: Path,
-        problems: dict[tuple[int, ...], Problem],
-        tokenizer: Any,
-        stock: dict[str, Any],
+        self, out_dir: Path, problems: dict[tuple[int, ...], Problem], tokenizer: Any, stock: dict[str, Any],
         **options: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(stock, self._keep_record, **options)
         self._folder = out_dir / "rollouts"
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -79,17 +75,12 @@ class RecordingGenerator(PairedGenerator):
             prompt_id = self._problems[tuple(prompts[ordinal])].prompt_id
             rows.append(
                 {
-                    "prompt_id": prompt_id,
-                    "sample_id": ordinal % GROUP_SIZE,
-                    "epoch": self._step // STEPS_PER_EPOCH,
-                    "step": self._step,
-                    "seed": params.seed,
-                    "temperature": TEMPERATURE,
+                    "prompt_id": prompt_id, "sample_id": ordinal % GROUP_SIZE, "epoch": self._step // STEPS_PER_EPOCH,
+                    "step": self._step, "seed": params.seed, "temperature": TEMPERATURE,
                     "reward": reward(prompt_id, self._tokenizer.decode(tokens, skip_special_tokens=True)),
-                    "prompt_tokens": prompts[ordinal],
-                    "completion_tokens": tokens,
+                    "prompt_tokens": prompts[ordinal], "completion_tokens": tokens,
                 }
-            )
+            )  # fmt: skip
         write_rows(rows, features, self._folder / f"step-{self._step:04d}.parquet")
         return max(errors)
 
@@ -147,38 +138,21 @@ def train(model_dir: Path, out_dir: Path, steps: int) -> None:
         model=AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32),
         processing_class=tokenizer,
         reward_funcs=correct,
-        train_dataset=Dataset.from_list(
-            [
-                {"prompt": [{"role": "user", "content": problem.question}], "prompt_id": problem.prompt_id}
-                for problem in problems
-            ]
-        ),
-        args=GRPOConfig(
-            output_dir=str(out_dir),
-            use_cpu=True,
-            bf16=True,  # of the training alone: both engines compute in float32
-            seed=0,
-            max_steps=steps,
+        train_dataset=Dataset.from_list([
+            {"prompt": [{"role": "user", "content": problem.question}], "prompt_id": problem.prompt_id}
+            for problem in problems
+        ]),
+        args=GRPOConfig(  # bf16 of the training alone: both engines compute in float32
+            output_dir=str(out_dir), use_cpu=True, bf16=True, seed=0, max_steps=steps,
             per_device_train_batch_size=ROLLOUTS_PER_BACKWARD,
-            gradient_accumulation_steps=max_num_seqs // ROLLOUTS_PER_BACKWARD,
-            gradient_checkpointing=False,
-            num_generations=GROUP_SIZE,
-            max_completion_length=MAX_COMPLETION_TOKENS,
-            temperature=TEMPERATURE,
-            learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
-            beta=0.0,
-            use_vllm=True,
-            vllm_mode="colocate",
-            vllm_gpu_memory_utilization=GPU_MEMORY_UTILIZATION,
-            vllm_max_model_length=MAX_MODEL_LEN,
-            logging_steps=1,
-            save_steps=STEPS_PER_EPOCH,
-            report_to="none",
-            disable_tqdm=True,
+            gradient_accumulation_steps=max_num_seqs // ROLLOUTS_PER_BACKWARD, gradient_checkpointing=False,
+            num_generations=GROUP_SIZE, max_completion_length=MAX_COMPLETION_TOKENS, temperature=TEMPERATURE,
+            learning_rate=LEARNING_RATE, lr_scheduler_type="constant", beta=0.0, use_vllm=True, vllm_mode="colocate",
+            vllm_gpu_memory_utilization=GPU_MEMORY_UTILIZATION, vllm_max_model_length=MAX_MODEL_LEN, logging_steps=1,
+            save_steps=STEPS_PER_EPOCH, report_to="none", disable_tqdm=True,
         ),
         callbacks=[generator],
-    )
+    )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     print("step  stock s   off s    on s  identical  tokens/step  reward")
     trainer.train(resume_from_checkpoint=get_last_checkpoint(out_dir) if out_dir.exists() else None)

@@ -74,12 +74,10 @@ def compute_features(
             chosen = logprobs.gather(1, torch.tensor(completion, dtype=torch.int64)[:, None])[:, 0]
             found.append(
                 Features(
-                    top.indices.numpy().astype(np.int32),
-                    top.values.numpy().astype(np.float16),
-                    pack_signatures(hidden).numpy().view(np.uint8),
-                    chosen.numpy(),
+                    top.indices.numpy().astype(np.int32), top.values.numpy().astype(np.float16),
+                    pack_signatures(hidden).numpy().view(np.uint8), chosen.numpy(),
                 )
-            )
+            )  # fmt: skip
     model.train(was_training)
     return found
 

@@ -118,13 +118,9 @@ def summarise(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
     request_steps = sum(step["accepted_tokens"] / max(step["tokens_per_step"] - 1, 1e-9) for step in steps)
     return {
         "steps": len(steps),
-        "rollouts": sum(step["rollouts"] for step in steps),
-        "identical": sum(step["identical"] for step in steps),
-        "stock_over_on_per_token": per_token["stock"] / per_token["on"],
-        "off_over_on": seconds["off"] / seconds["on"],
-        "seconds": seconds,
-        "max_logprob_error": max(step["max_logprob_error"] for step in steps),
+        "rollouts": sum(step["rollouts"] for step in steps), "identical": sum(step["identical"] for step in steps),
+        "stock_over_on_per_token": per_token["stock"] / per_token["on"], "off_over_on": seconds["off"] / seconds["on"],
+        "seconds": seconds, "max_logprob_error": max(step["max_logprob_error"] for step in steps),
         "reward": float(np.mean([step["reward"] for step in steps])),
-        "tokens_per_step": 1 + accepted / max(request_steps, 1),
-        "accepted_tokens": accepted,
-    }
+        "tokens_per_step": 1 + accepted / max(request_steps, 1), "accepted_tokens": accepted,
+    }  # fmt: skip

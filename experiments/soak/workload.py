@@ -95,24 +95,17 @@ class Workload:
         rng = self._rng
         temperature = rng.choice([0.0, 0.6, 1.0, 1.0, 1.3])
         some = {
-            "top_p": rng.choice([0.5, 0.8, 0.95]),
-            "top_k": rng.choice([1, 3, 6, 20]),
-            "min_p": rng.choice([0.02, 0.2]),
-            "repetition_penalty": rng.choice([0.8, 1.3]),
-            "presence_penalty": rng.choice([-0.5, 0.7]),
-            "ignore_eos": True,
-            "stop_token_ids": self._tokens(1),
+            "top_p": rng.choice([0.5, 0.8, 0.95]), "top_k": rng.choice([1, 3, 6, 20]),
+            "min_p": rng.choice([0.02, 0.2]), "repetition_penalty": rng.choice([0.8, 1.3]),
+            "presence_penalty": rng.choice([-0.5, 0.7]), "ignore_eos": True, "stop_token_ids": self._tokens(1),
             "stop": [" ".join(f"w{rng.randrange(VOCAB_SIZE - 4)}" for _ in range(rng.randint(1, 2)))],
             "allowed_token_ids": sorted({2, *self._tokens(12)}),
-        }
+        }  # fmt: skip
         return {
-            "temperature": temperature,
-            "max_tokens": rng.randint(1, self._most_tokens),
-            "seed": rng.randrange(2**40),
-            "n": rng.choice([1, 1, 1, 1, 2, 4]) if temperature else 1,
-            "logprobs": rng.choice([0, 1, VOCAB_SIZE]),
+            "temperature": temperature, "max_tokens": rng.randint(1, self._most_tokens), "seed": rng.randrange(2**40),
+            "n": rng.choice([1, 1, 1, 1, 2, 4]) if temperature else 1, "logprobs": rng.choice([0, 1, VOCAB_SIZE]),
             **{name: value for name, value in some.items() if rng.random() < 0.12},
-        }
+        }  # fmt: skip
 
 
 def write_adapters(model: Path) -> None:
