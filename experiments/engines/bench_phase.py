@@ -212,7 +212,8 @@ def serve(
             calls = calls_by_kind(functools.partial(generate, begun, phase.problems, first_scripts[batch, name]))
             num_steps = sum(watched.passes)
             per_step = {kind: [round(x / num_steps, 1) for x in of_kind] for kind, of_kind in sorted(calls.items())}
-            row = {"mode": mode, "batch": batch, "phase": name, "steps": num_steps, "calls_per_step": per_step}
+            row = {"mode": mode, "batch": batch, "phase": name, "steps": num_steps, "calls_per_step": per_step,
+                   "passes_per_step": round(num_steps / len(watched.passes), 2)}  # fmt: skip
             continue
         before = command(llm, "stats") if is_ours else None
         watched.clear()
