@@ -51,6 +51,7 @@ test-all: $(READY)
 	VLLM_USE_V2_MODEL_RUNNER=1 $(PYTEST) -m exhaustive tests/runners
 	FUZZING=5 $(PYTEST) tests/drafters/host tests/drafters/test_isolation.py tests/runners/test_engine_life.py
 	FUZZING=5 VLLM_USE_V2_MODEL_RUNNER=1 $(PYTEST) tests/runners/test_engine_life.py
+	SUB_STEPS=2:8,8:3 VLLM_USE_V2_MODEL_RUNNER=1 $(PYTEST) tests/runners/test_sub_steps_v2.py
 	KERNELS=races $(PYTEST) $(KERNEL_TESTS) tests/ptx
 	KERNELS_CAPABILITY=80 $(PYTEST) $(KERNEL_TESTS) tests/ptx
 	$(MAKE) test-recurrent
