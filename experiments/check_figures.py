@@ -19,7 +19,7 @@ PAGES = ("README.md", "docs/benchmarks.md", "docs/history.md", "docs/model-draft
          "docs/gpu.md")  # fmt: skip
 LABELS = {
     "", "requests at once", "Stage", "What", "Ran on", "requests", "requests, real model", "epoch", "set", "Engine",
-    "Engines", "Drafts", "T", "Drafter, 3 tokens", "rollouts",
+    "Engines", "Drafts", "T", "Drafter, 3 tokens", "rollouts", "Model, passes",
 }  # fmt: skip
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 
@@ -85,8 +85,9 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     of_all_epochs = [sum(row["tokens"]) / sum(row["request_steps"]) for row in rows]
     of_each = [t / s for row in rows for t, s in zip(row["tokens"], row["request_steps"], strict=True)]
     yield "| T | Drafter", rows, [*of_all_epochs, *of_each]
-    rows = read("modes_simulated", benchmark="modes/simulated")
-    yield "| Engine | Drafts ", rows, modes(rows)
+    yield "| Engine | Drafts ", (rows := read("modes_simulated", benchmark="modes/simulated")), modes(rows)
+    rows = read("modes_simulated", benchmark="phases/sub_steps", mode="device")
+    yield "| Model, passes ", rows, fields(rows, "times")
 
 
 def missing(table: str, figures: list[float]) -> list[str]:
