@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from vllm import SamplingParams
 
 from rollout_spec import engine_kwargs
-from rollout_spec.integrations.vllm import sub_steps
+from rollout_spec.integrations.vllm import engine_v2, sub_steps
 from tests.integrations.engines import (
     DEVICE,
     FEW_BLOCKS,
@@ -88,6 +90,11 @@ def same(off, reference_model):
     return check
 
 
+def num_repeated(engine):
+    """How many steps had several passes."""
+    return engine.passes.total() - engine.passes[1]
+
+
 def scheduler_of(llm):
     return llm.llm_engine.engine_core.engine_core.scheduler
 
@@ -101,7 +108,7 @@ def test_ends_of_all_kinds(engine, same):
         *(p for i in range(1, 7) for p in mixed_params(1, 10 + i, max_tokens=i, ignore_eos=True)),
     ]
     same(llm, params)
-    assert engine.passes[engine.n] > 3
+    assert num_repeated(engine) > 3
 
 
 def test_all_requests_run_into_max_model_len(engine, same):
@@ -112,14 +119,34 @@ def test_all_requests_run_into_max_model_len(engine, same):
     assert {len(prompt) + len(output.token_ids) for prompt, output in zip(prompts, plain, strict=True)} == {128}
 
 
-def test_what_is_kept_of_rollouts(engine, same, reference_model):
-    """They end at their last token, and what the target saw is known of each."""
+def test_what_is_kept_of_rollouts(engine, same, reference_model, monkeypatch):
+    """They end at their last token, and what the target saw is known of each.
+
+    Bounds on their lengths hold in each pass: the drafter's, by which rollouts are cut, and attention's.
+    """
     llm = engine()
-    params = mixed_params(8, 4, temperature=1.0, ignore_eos=True, stop_token_ids=[0], **{**PLAIN, "max_tokens": 60})
-    plain = same(llm, params, rounds=1)
+    runner, session, spare, unseen = runner_of(llm), session_of(llm), [], []
+    draft, prepare_attn = runner.rollout_spec.draft, runner.model_state.prepare_attn
+
+    def draft_and_look(batch, *args):
+        found, slots = draft(batch, *args), batch.idx_mapping_np
+        spare.extend((session._most_tokens[slots] - runner.req_states.total_len.gpu[slots].numpy()).tolist())
+        return found
+
+    def prepare_and_look(batch, *args, **options):
+        unseen.extend((batch.seq_lens_cpu_upper_bound - batch.seq_lens)[: batch.num_reqs].tolist())
+        return prepare_attn(batch, *args, **options)
+
+    monkeypatch.setattr(runner.rollout_spec, "draft", draft_and_look)
+    monkeypatch.setattr(runner.model_state, "prepare_attn", prepare_and_look)
+    params = mixed_params(6, 4, temperature=1.0, ignore_eos=True, stop_token_ids=[0], **{**PLAIN, "max_tokens": 60})
+    params += mixed_params(2, 5, temperature=0.0, ignore_eos=True, **{**PLAIN, "max_tokens": 33})
+    plain = same(llm, params, rounds=2)
     found = rollouts_of(llm)
-    assert sorted(tokens.tolist() for _, tokens, _ in found) == sorted(list(output.token_ids) for output in plain)
-    num_checked, num_unknown = check_features(found, reference_model, 1.0)
+    assert sorted(tokens.tolist() for _, tokens, _ in found) == sorted(list(out.token_ids) for out in plain * 2)
+    assert min(spare) >= 0
+    assert min(unseen) == 0
+    num_checked, num_unknown = check_features(found[:6], reference_model, 1.0)
     assert num_checked > 0.9 * (num_checked + num_unknown)
 
 
@@ -131,7 +158,7 @@ def test_log_probabilities(engine, same, logprobs):
         p.logprobs = (0, 1, 3, 0)[i % 4]
         p.prompt_logprobs = 1 if i == 5 else None
     same(llm, params)
-    assert engine.passes[engine.n] > 3
+    assert num_repeated(engine) > 3
 
 
 def test_groups_wait_for_places(engine, off):
@@ -152,7 +179,7 @@ def test_prompts_come_in_chunks_between_steps(engine, same):
     rng = np.random.default_rng(0)
     prompts = [[1, *rng.integers(4, 24, int(rng.integers(3, 70))).tolist()] for _ in range(20)]
     same(llm, mixed_params(20, 8), prompts, rounds=1)
-    assert engine.passes[1] > engine.passes[engine.n] > 0
+    assert engine.passes[1] > 0 < num_repeated(engine)
 
 
 def test_a_cache_that_is_too_small(engine, same):
@@ -160,7 +187,7 @@ def test_a_cache_that_is_too_small(engine, same):
     preempted = count_preemptions(llm)
     same(llm, mixed_params(8, 9, max_tokens=60, ignore_eos=True), rounds=1)
     assert preempted
-    assert engine.passes[engine.n] > 3
+    assert num_repeated(engine) > 3
 
 
 def test_nobody_is_preempted_for_further_passes(engine):
@@ -171,7 +198,7 @@ def test_nobody_is_preempted_for_further_passes(engine):
     for _ in range(3):
         generate(llm, params)
     assert not preempted
-    assert engine.passes[engine.n] > 3
+    assert num_repeated(engine) > 3
 
 
 def test_requests_are_aborted_while_a_step_runs(engine, off, reference_model):
@@ -200,8 +227,9 @@ def test_statistics_count_passes(engine, same):
     """Ours, the schedule's and vLLM's, with K that changes: whole drafts, some, none."""
     llm = engine(budget=True, disable_log_stats=False)
     ks, told, by_vllm = itertools.cycle([0, engine.k, 1, 0, *[engine.k] * 6, *[1] * 5, *[0] * 6]), [], Counter()
-    schedule, scheduler = schedule_of(llm), scheduler_of(llm)
-    observe, make_stats = schedule.observe, scheduler.make_stats
+    schedule, scheduler, ours = schedule_of(llm), scheduler_of(llm), runner_of(llm).rollout_spec
+    observe, make_stats, begin_step, draft = schedule.observe, scheduler.make_stats, ours.begin_step, ours.draft
+    wanted, drafts = [], []
     schedule.choose = lambda num_requests: next(ks)
     schedule.observe = lambda *of_pass: told.append(of_pass) or observe(*of_pass)
 
@@ -211,7 +239,16 @@ def test_statistics_count_passes(engine, same):
             assert len(stats.num_accepted_tokens_per_pos) == engine.k
         return make_stats(stats, *args, **kwargs)
 
-    scheduler.make_stats = make_and_add
+    def begin_and_look(scheduled):
+        first = begin_step(scheduled)
+        if scheduled.num_scheduled_tokens:
+            width = min(first.num_scheduled_tokens.values())
+            wanted.append([*[width > 1] * (ours._num_passes - 1), scheduled.num_spec_tokens_to_schedule > 0])
+            drafts.append([])
+        return first
+
+    scheduler.make_stats, ours.begin_step = make_and_add, begin_and_look
+    ours.draft = lambda *args: drafts[-1].append(draft(*args) is not None)
     params = mixed_params(8, 6, temperature=1.0, ignore_eos=True, **{**PLAIN, "max_tokens": 40})
     same(llm, params)
     stats = stats_of(llm)
@@ -220,6 +257,8 @@ def test_statistics_count_passes(engine, same):
     assert 0 < sum(map(np.sum, drafted)) <= stats["draft_tokens"]
     assert 0 < sum(map(np.sum, accepted)) <= stats["accepted_tokens"]
     assert max(map(np.max, accepted)) <= engine.k
+    assert drafts == wanted, "each pass drafts for the next one, the last for the next step"
+    assert any(len(of_step) > 1 and of_step[0] != of_step[-1] for of_step in wanted)
     # Requests that have ended are counted by us alone.
     assert 0.5 * stats["draft_tokens"] < by_vllm["drafted"] <= stats["draft_tokens"]
     assert 0.5 * stats["accepted_tokens"] < by_vllm["accepted"] <= stats["accepted_tokens"]
@@ -232,7 +271,7 @@ def test_a_pause_has_plain_passes(engine, off, reference_model):
     prompts = prompts_of(params)
     ours = switching_off_and_on(llm, params, prompts, [range(3, 6), range(9, 10)])
     assert_same(ours, generate(off, params, prompts), prompts, params, reference_model)
-    assert engine.passes[engine.n] > 3
+    assert num_repeated(engine) > 3
     engine.passes.clear()
     llm.collective_rpc("rollout_spec", args=("set_enabled", False, False))
     generate(llm, params, prompts)
@@ -240,17 +279,45 @@ def test_a_pause_has_plain_passes(engine, off, reference_model):
 
 
 def test_drafts_are_cut_in_each_pass(engine, same, monkeypatch):
+    """By the confidences of the drafts that it has, which are copied to the host once per step."""
     with as_on_a_gpu():
         llm = engine(budget=True)
     set_costs(runner_of(llm), rising)
     always_draft(llm)
-    manager, cuts = runner_of(llm).adaptive_verification, []
-    again = manager.cut.again
+    manager, cuts, copied = runner_of(llm).adaptive_verification, [], []
+    again, record = manager.cut.again, manager.record_confidences
+
+    def record_and_look(*args):
+        before = manager._stale_idx
+        record(*args)
+        copied.append(manager._stale_idx != before)
+
     monkeypatch.setattr(manager.cut, "again", lambda slots, budget: cuts.append(budget) or again(slots, budget))
+    monkeypatch.setattr(manager, "record_confidences", record_and_look)
     same(llm, mixed_params(10, 12, max_tokens=40))
     assert len(cuts) > engine.passes.total()
+    assert sum(copied) == engine.passes.total()
     stats = stats_of(llm)
     assert stats["draft_tokens"] > stats["accepted_tokens"] > 0
+
+
+def test_all_passes_are_copied_after_the_last_one(monkeypatch):
+    """In the stream for copies, for which vLLM waits once more."""
+    done = []
+    monkeypatch.setattr(engine_v2, "stream", lambda *streams: contextlib.nullcontext())
+
+    def says(name):
+        return lambda *args, **options: done.append(name)
+
+    runner = SimpleNamespace(main_stream="main", output_copy_stream=SimpleNamespace(wait_stream=says("wait")))
+    buffer = SimpleNamespace(passes=[None] * 3, copy=says("copy"))
+    ours = SimpleNamespace(
+        _repetition=SimpleNamespace(batch=None), _of_step=(buffer, None, 1), _num_passes=3, _runner=runner,
+        _run_further_pass=says("pass"), is_cutting=False,
+    )  # fmt: skip
+    for _ in range(2):  # the second step has one pass
+        engine_v2.EngineV2.end_step(ours, SimpleNamespace(copy_event=SimpleNamespace(record=says("record"))))
+    assert done == ["pass", "pass", "wait", "copy", "record"]
 
 
 @pytest.mark.parametrize("options", [{"async_scheduling": False}, {"per_request_spec_decode_metrics": "summary"}])

@@ -98,10 +98,10 @@ def test_ranks_follow_the_first_one_which_is_asked_seldom(clock):
 
 
 def test_the_time_of_a_step_is_that_of_its_forward_passes(clock):
+    """A launch ends the time of the step before, with that one's passes."""
     host = Host()
-    host.run(clock, 20.0, waits=True)
-    for _ in range(STEPS):
+    for n in (1, 3) * STEPS:
         host.is_step = True
-        clock.seconds += 0.060
-        host.launch(3)
-    assert host.known() == pytest.approx(20.0)
+        clock.seconds += 0.020 * host._num_passes
+        host.launch(n)
+    assert host._last == pytest.approx([20.0] * STEPS)

@@ -50,5 +50,16 @@ def test_events_of_one_step_in_sixteen_are_read_once_they_have_passed(monkeypatc
     steps(clock, STEPS_PER_TIMED - 1)
     steps(clock, is_busy=False)
     assert stats.timed_steps == 1, "the engine was idle after it"
-    steps(clock, STEPS_PER_TIMED, num_passes=3)
-    assert stats.timed_steps == 4, "each forward pass is one"
+
+
+def test_each_forward_pass_of_a_timed_step_counts(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Event, "now", 1e9)
+    stats = SpeculationStats()
+    clock = StepClock(torch.device("cuda"), stats)
+    steps(clock, STEPS_PER_TIMED - 1)
+    steps(clock, num_passes=3)
+    steps(clock, STEPS_PER_TIMED)
+    assert stats.timed_steps == 3
+    steps(clock)
+    assert stats.timed_steps == 4

@@ -236,3 +236,21 @@ def test_vllm_counts_drafts_by_pass(clock):
     of_engine.observe(scheduled(num_scheduled_tokens={}), None)
     assert of_engine.count_drafts(count, "old", **of_request) == "new"
     assert counted[4:] == [(15, 5, "b")]
+
+
+def test_steps_that_try_a_number_do_not_say_what_a_pass_takes(clock, monkeypatch):
+    """Their drafts are counted, but they may take longer than a step will."""
+    of_engine, chosen = steps(sub_steps=None), iter([(4, False), (4, True), (4, False)])
+    of_engine.schedule = schedule = Schedule()
+
+    def choose(num_requests, has_drafts):
+        n, of_engine._chooser.is_trial = next(chosen)
+        return n
+
+    monkeypatch.setattr(of_engine._chooser, "choose", choose)
+    for _ in range(3):
+        step = scheduled()
+        of_engine.lengthen(step)
+        clock.seconds += 2.0
+        of_engine.observe(step, output([0] * 4, [0] * 4, counts=[[1, 1]] * 4))
+    assert [seconds for _, _, seconds in schedule.told] == [None] * 4 + [0.5] * 4
