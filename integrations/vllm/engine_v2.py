@@ -32,11 +32,11 @@ from rollout_spec.integrations.vllm.config import say
 from rollout_spec.integrations.vllm.device import DeviceSession
 from rollout_spec.integrations.vllm.draft_table import WRITTEN, DraftTable
 from rollout_spec.integrations.vllm.engine import Engine
-from rollout_spec.integrations.vllm.further_passes import Repetition, first_pass, why_not
+from rollout_spec.integrations.vllm.further_passes import Repetition, why_not
 from rollout_spec.integrations.vllm.outputs import PassBuffer, StepBuffer, StepBuffers
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.sampling import Asked, AskedOfSlots, keep_broken, require_seed, scored_tokens
-from rollout_spec.integrations.vllm.sub_steps import num_passes
+from rollout_spec.integrations.vllm.sub_steps import first_pass, num_passes
 from rollout_spec.num_passes import AUTO_SUB_STEPS
 from rollout_spec.transfers import runs_later
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, VerifyResult

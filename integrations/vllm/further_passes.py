@@ -7,7 +7,6 @@ and all that differs is on the device, so that a `Repetition` only launches kern
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import vllm.envs as envs
@@ -19,7 +18,7 @@ from vllm.v1.worker.gpu.lora_utils import get_num_active_loras_for_dispatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.utils import get_uniform_decode_token_count
 
-from rollout_spec.integrations.vllm.sub_steps import num_passes
+from rollout_spec.integrations.vllm.config import has_model_drafter
 
 
 def why_not(runner: Any) -> str | None:
@@ -45,27 +44,12 @@ def why_not(runner: Any) -> str | None:
         "VLLM_COMPUTE_NANS_IN_LOGITS": envs.VLLM_COMPUTE_NANS_IN_LOGITS,
         "routed experts": getattr(runner, "aux_output_connector", None),
         "a model with state besides the KV cache": type(runner.model_state) is not DefaultModelState,
-        "a model drafter": runner.use_aux_hidden_state_outputs or hasattr(runner.speculator, "model"),
+        "a model drafter": has_model_drafter(config),
         "inputs that are embeddings": runner.uses_inputs_embeds,
         "attention of its own kind": runner.model_config.rswa_window is not None
         or any(getattr(runner, part, None) is not None for part in parts),
     }
     return next((reason for reason, is_so in reasons.items() if is_so), None)
-
-
-def first_pass(scheduled: Any) -> Any:
-    """What vLLM's scheduler would say of a step's first pass if that were the step: `scheduled` itself if it is."""
-    n, tokens = num_passes(scheduled), scheduled.num_scheduled_tokens
-    if n == 1:
-        return scheduled
-    width = scheduled.total_num_scheduled_tokens // (n * len(tokens))
-    return dataclasses.replace(
-        scheduled,
-        num_scheduled_tokens=dict.fromkeys(tokens, width),
-        total_num_scheduled_tokens=len(tokens) * width,
-        scheduled_spec_decode_tokens=dict.fromkeys(tokens, [-1] * (width - 1)) if width > 1 else {},
-        num_spec_tokens_to_schedule=width - 1,  # what is drafted for the next pass
-    )
 
 
 class Repetition:

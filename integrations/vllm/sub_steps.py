@@ -9,6 +9,7 @@ is done after the step has been scheduled, so n passes need no token budget and 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
@@ -42,6 +43,21 @@ def num_passes(scheduled: Any) -> int:
     """n of vLLM's `SchedulerOutput`."""
     step = getattr(scheduled, STEP, None)
     return 1 if step is None else step.num_passes
+
+
+def first_pass(scheduled: Any) -> Any:
+    """What vLLM's scheduler would say of a step's first pass if that were the step: `scheduled` itself if it is."""
+    n, tokens = num_passes(scheduled), scheduled.num_scheduled_tokens
+    if n == 1:
+        return scheduled
+    width = scheduled.total_num_scheduled_tokens // (n * len(tokens))
+    return dataclasses.replace(
+        scheduled,
+        num_scheduled_tokens=dict.fromkeys(tokens, width),
+        total_num_scheduled_tokens=len(tokens) * width,
+        scheduled_spec_decode_tokens=dict.fromkeys(tokens, [-1] * (width - 1)) if width > 1 else {},
+        num_spec_tokens_to_schedule=width - 1,  # what is drafted for the next pass
+    )
 
 
 class Steps:
