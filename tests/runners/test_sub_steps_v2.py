@@ -187,7 +187,7 @@ def test_a_cache_that_is_too_small(engine, same):
     preempted = count_preemptions(llm)
     same(llm, mixed_params(8, 9, max_tokens=60, ignore_eos=True), rounds=1)
     assert preempted
-    assert num_repeated(engine) > 3
+    assert num_repeated(engine) > 0
 
 
 def test_nobody_is_preempted_for_further_passes(engine):
@@ -198,7 +198,7 @@ def test_nobody_is_preempted_for_further_passes(engine):
     for _ in range(3):
         generate(llm, params)
     assert not preempted
-    assert num_repeated(engine) > 3
+    assert num_repeated(engine) > 0
 
 
 def test_requests_are_aborted_while_a_step_runs(engine, off, reference_model):
