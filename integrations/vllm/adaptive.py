@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.config import OUR_SCHEDULE, say, shown_ranges
 from rollout_spec.step_sizes import MOST_CUT_REQUESTS, ranges_of
 
@@ -28,6 +29,8 @@ def with_adaptive_verification(runner: Any, initialize: Callable[[], Any]) -> An
     if not getattr(vllm_config.speculative_config, OUR_SCHEDULE, False):
         return initialize()
     try:
+        if not compat.cuts_drafts():
+            raise ValueError("it needs vLLM 0.31")
         _switch(runner, on=True)
         check_adaptive_verification(vllm_config)
         return initialize()

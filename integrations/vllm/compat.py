@@ -3,7 +3,8 @@
 Each function names the versions concerned, and the oldest supported version with which it can be removed. Three more
 differences need none: `init_speculator` also gets the runner's request states, and a rejection sampler also
 `invalid_drafts`, from 0.32 on, which our signatures take; and `vllm.triton_utils.dispatcher`, the module that
-`survive_lazy_modules` changes, exists from 0.31 on. In V2, which we use from 0.31 on, vLLM's own noise equals ours.
+`survive_lazy_modules` changes, exists from 0.31 on. V2's own noise equals ours from 0.31 on; that of 0.24 to 0.30 is
+replaced by ours, with and without speculation.
 
 This module imports neither vLLM nor torch: the plugin is loaded in every process of every engine.
 """
@@ -11,6 +12,8 @@ This module imports neither vLLM nor torch: the plugin is loaded in every proces
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -48,15 +51,54 @@ def check_version(version_tuple: tuple[Any, ...], version: str) -> None:
         )
 
 
+def is_before(*release: int) -> bool:
+    """Whether this is an older vLLM. An editable install without a version is taken for the newest."""
+    import vllm
+
+    return (0, 0) < tuple(vllm.__version_tuple__[:2]) < release
+
+
 # -- what a user can set ---------------------------------------------------------------------------------------------
 
 
-def mixes_recurrent_states(version_tuple: tuple[Any, ...]) -> bool:
+def experts_per_token(model_config: Any) -> Any:
+    """How many experts of a mixture a token uses, or something else where that is not known.
+
+    Before 0.28 vLLM does not look for it. With 0.28 as the oldest version, call its method.
+    """
+    if hasattr(model_config, "get_num_experts_per_tok"):
+        return model_config.get_num_experts_per_tok()
+    return getattr(model_config.hf_text_config, "num_experts_per_tok", None)
+
+
+def lacks_model_drafters() -> bool:
+    """Whether no model drafts beside history, as our faces of vLLM's drafters do not fit V2's before 0.31.
+
+    With 0.31 as the oldest version, this can go.
+    """
+    return is_before(0, 31)
+
+
+def lacks_sessions() -> bool:
+    """Whether streaming sessions end an engine with drafts and asynchronous scheduling, as before 0.27.
+
+    The scheduler finds no token to schedule, and asserts that there is one. With 0.27 as the oldest version, this can
+    go.
+    """
+    return is_before(0, 27)
+
+
+def lacks_thinking_budgets() -> bool:
+    """Whether V2 ignores `thinking_token_budget`, as before 0.28. With 0.28 as the oldest version, this can go."""
+    return is_before(0, 28)
+
+
+def mixes_recurrent_states() -> bool:
     """Whether a step without a draft, after one that accepted some, reads a recurrent layer's state of another token.
 
     So it is in both runners up to 0.31. With 0.32 as the oldest version, this can go.
     """
-    return (0, 0) < version_tuple[:2] < (0, 32)
+    return is_before(0, 32)
 
 
 # -- the front end ---------------------------------------------------------------------------------------------------
@@ -73,13 +115,91 @@ def cuts_at_stop_strings(output_processor: Any) -> bool:
 # -- V2's model runner -----------------------------------------------------------------------------------------------
 
 
-def is_v2_too_old(version_tuple: tuple[Any, ...]) -> bool:
-    """Whether engines run in V1, as V2's model runner lacks what ours needs, before 0.31.
+def captures_one_k() -> bool:
+    """Whether V2 captures CUDA graphs for one K alone, and not for each of a schedule, as in 0.24.
 
-    0.26's also loses tokens of rollouts that are preempted under asynchronous scheduling. With 0.31 as the oldest
-    version, this can go.
+    It also refuses a schedule, and turns graphs of whole steps off where there is one. With 0.25 as the oldest version,
+    this can go, with `hooks.override_cudagraph_mode`.
     """
-    return (0, 0) < version_tuple[:2] < (0, 31)
+    return is_before(0, 25)
+
+
+def choose_captured(manager: Any) -> None:
+    """Let V2's manager of CUDA graphs choose anew what to capture: the steps of each K of its configuration's schedule.
+
+    0.24 knows those of `decode_query_len` tokens alone, whatever is left of a size. With 0.25 as the oldest version,
+    clear both tables and choose once.
+    """
+    usual, captured = manager.decode_query_len, {}
+    ranges = manager.vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+    is_one_by_one = ranges is not None and captures_one_k()
+    for width in sorted({k + 1 for _, _, k in ranges}) if is_one_by_one else [usual]:
+        manager.decode_query_len = width
+        manager._candidates, manager._capture_descs = {}, {}
+        manager._init_candidates()
+        for mode, descs in manager._capture_descs.items():
+            if is_one_by_one:
+                descs = [dataclasses.replace(d, num_tokens=d.num_reqs * width) if d.uniform_token_count else d for d in descs]
+            captured.setdefault(mode, {}).update(dict.fromkeys(descs))
+    manager.decode_query_len = usual
+    for mode, descs in captured.items():
+        manager._capture_descs[mode] = sorted(descs, key=lambda desc: desc.num_tokens, reverse=True)
+
+
+def drop_stale_output(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> None:
+    """Drop what was on its way when `reset_prefix_cache` preempted its request, and nothing after it.
+
+    Up to 0.26 vLLM notes how many tokens were on their way, drafts included, and drops the output of as many steps:
+    rollouts lose what K steps sampled. 0.24 also takes a rejected draft of the dropped step from what the request that
+    begins anew has computed. One step is on its way at most, with asynchronous scheduling and without pipeline
+    parallelism. With 0.27 as the oldest version, this can go.
+    """
+    if not is_before(0, 27):
+        return
+    for req_id in scheduler_output.num_scheduled_tokens:
+        request = scheduler.requests.get(req_id)
+        if request is not None and request.async_tokens_to_discard:
+            request.async_tokens_to_discard = 0
+            if model_runner_output.sampled_token_ids:
+                model_runner_output.sampled_token_ids[model_runner_output.req_id_to_index[req_id]] = []
+
+
+def cuts_drafts() -> bool:
+    """Whether V2 can cut our drafts on the device, as from 0.31 on.
+
+    From 0.28 on it cuts those of models; what attention kernels can do, it asks them from 0.31 on. With 0.31 as the
+    oldest version, this can go.
+    """
+    return not is_before(0, 31)
+
+
+def verifies_adaptively(speculative_config: Any) -> bool:
+    """Whether drafts are cut on the device. With 0.28 as the oldest version, read the attribute."""
+    return getattr(speculative_config, "enable_adaptive_verification", False)
+
+
+def adaptive_verification(runner: Any) -> Any:
+    """What cuts a V2 runner's drafts on the device, or None. With 0.28 as the oldest version, read the attribute."""
+    return getattr(runner, "adaptive_verification", None)
+
+
+def speculator_model() -> Any:
+    """The `model` of a speculator without one: an empty module.
+
+    Up to 0.27 communication buffers are prepared for it. With 0.28 as the oldest version, this can go.
+    """
+    import torch
+
+    return torch.nn.Module()
+
+
+def count_memory(runner: Any, num_bytes: int) -> None:
+    """Let vLLM subtract memory that was allocated before the model was loaded from what the KV cache gets.
+
+    Up to 0.26 it adds up what loading and profiling take. With 0.27 as the oldest version, this can go.
+    """
+    if is_before(0, 27):
+        runner.model_memory_usage += num_bytes
 
 
 def draft_step_argument(speculator: Any, step: int) -> dict[str, int]:
@@ -120,6 +240,80 @@ def limit_draft_graphs(speculator: Any, num_model_tokens: int) -> None:
         manager.vllm_config = copy.copy(manager.vllm_config)
         manager.vllm_config.speculative_config = copy.copy(manager.vllm_config.speculative_config)
         manager.vllm_config.speculative_config.num_speculative_tokens = num_model_tokens
+
+
+# -- V2's sampler ----------------------------------------------------------------------------------------------------
+
+
+def sampling_params_of(args: tuple[Any, ...]) -> Any:
+    """The `SamplingParams` among the arguments of `Sampler.add_request` after the slot.
+
+    Up to 0.30 the prompt's length comes before them. With 0.31 as the oldest version, name them in the signature.
+    """
+    return args[-1]
+
+
+def logits_processors_of(sampler: Any) -> Any:
+    """V2's logits processors, among which may be a user's own from 0.31 on.
+
+    With 0.31 as the oldest version, read the attribute.
+    """
+    return getattr(sampler, "logits_processors", ())
+
+
+def apply_sampling_params(sampler: Any, logits: Any, batch: Any, position: Any) -> Any:
+    """V2's own processing of logits, float32 [N, V]. `logits` stay as they are.
+
+    0.26 works in place, so it gets a copy, and so do 0.24, 0.25 and 0.27, which have its signature. 0.28 added the
+    argument `idx_mapping`, 0.31 `seq_lens_upper_bound_np`. With 0.31 as the oldest version, call the sampler with all.
+
+    Args:
+        sampler: vLLM's `Sampler`.
+        logits: float [N, V].
+        batch: vLLM's `InputBatch`.
+        position: int64 [N], the input position of each row.
+    """
+    accepted = inspect.signature(sampler.apply_sampling_params).parameters
+    if "idx_mapping" not in accepted:
+        logits = logits.float().clone()
+    values = {
+        "expanded_idx_mapping": batch.expanded_idx_mapping,
+        "idx_mapping": batch.idx_mapping,
+        "idx_mapping_np": batch.idx_mapping_np,
+        "pos": position,
+        "input_ids": batch.input_ids[batch.logits_indices],
+        "expanded_local_pos": batch.expanded_local_pos,
+        "seq_lens_upper_bound_np": batch.seq_lens_cpu_upper_bound.numpy(),
+    }
+    return sampler.apply_sampling_params(logits, **{name: values[name] for name in values if name in accepted})
+
+
+def mend_bad_words(sampler: Any) -> None:
+    """Let V2 forbid words of several tokens at drafted positions as elsewhere.
+
+    Up to 0.27 it compares a word with the tokens one place before. With 0.28 as the oldest version, this can go.
+    """
+    if not is_before(0, 28):
+        return
+    state = sampler.bad_words_state
+    apply = state.apply_bad_words
+
+    def apply_bad_words(logits: Any, rows: Any, slots: Any, input_ids: Any, places: Any) -> None:
+        apply(logits, rows, slots, input_ids.roll(-1), places)
+
+    state.apply_bad_words = apply_bad_words
+
+
+def compute_topk_scores(*args: Any, logits_mode: bool, **kwargs: Any) -> Any:
+    """vLLM's function of this name, which up to 0.25 has another, and knows log-probabilities alone.
+
+    V2 of these takes no other `logprobs_mode`. With 0.26 as the oldest version, import it.
+    """
+    from vllm.v1.worker.gpu.sample import logprob
+
+    if hasattr(logprob, "compute_topk_scores"):
+        return logprob.compute_topk_scores(*args, logits_mode=logits_mode, **kwargs)
+    return logprob.compute_topk_logprobs(*args, **kwargs)
 
 
 # -- CPU engines -----------------------------------------------------------------------------------------------------

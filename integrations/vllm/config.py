@@ -174,7 +174,7 @@ def share_of_experts(vllm_config: Any) -> float:
     model = vllm_config.model_config
     if not model.is_moe:
         return 1.0
-    used = model.get_num_experts_per_tok()
+    used = compat.experts_per_token(model)
     return min(used / model.get_num_experts(), 1.0) if isinstance(used, int) and used else 1.0
 
 
@@ -291,7 +291,7 @@ def check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
             (vllm_config, "watermark_config"),
             (vllm_config.parallel_config, "enable_batch_sharded_sampling"),
         ):
-            if getattr(owner, name):
+            if getattr(owner, name, None):  # some came with 0.28 to 0.30
                 raise ValueError(f"{name} does not work with rollout_spec's sampler: remove it")
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise ValueError("rollout_spec does not support pipeline parallelism: set pipeline_parallel_size=1")
@@ -300,7 +300,7 @@ def check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
             "rollout_spec does not support prefill context parallelism, under which a rank has the states of some of a "
             "step's tokens only: set prefill_context_parallel_size=1"
         )
-    if config.speculation and is_recurrent(vllm_config) and compat.mixes_recurrent_states(vllm.__version_tuple__):
+    if config.speculation and is_recurrent(vllm_config) and compat.mixes_recurrent_states():
         raise ValueError(
             f"vLLM {vllm.__version__} samples models with recurrent layers wrongly where it speculates, whatever "
             "drafts, and says nothing (vllm-project/vllm#39273): install vLLM 0.32 or newer, or set speculation=False"

@@ -22,12 +22,11 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.async_utils import stream
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
-from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.config import RolloutSpecConfig
-from rollout_spec.integrations.vllm import cutting
+from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.config import say
 from rollout_spec.integrations.vllm.device import DeviceSession
 from rollout_spec.integrations.vllm.draft_table import WRITTEN, DraftTable
@@ -269,6 +268,8 @@ class EngineV2(Engine):
     def on_error(self) -> None:
         """A step has raised: its inputs are those of no later one."""
         if self.is_cutting:
+            from rollout_spec.integrations.vllm import cutting
+
             cutting.forget_step()
 
     def on_kv_cache(self) -> None:
@@ -281,9 +282,11 @@ class EngineV2(Engine):
         self.most_passes = 1 if reason else most
         if reason and self.config.sub_steps and runner.vllm_config.parallel_config.rank == 0:
             say(f"rollout_spec: sub_steps={most} has no effect, as steps have one forward pass with {reason}")
-        self.is_cutting = runner.adaptive_verification is not None
+        self.is_cutting = compat.adaptive_verification(runner) is not None
         if not self.is_cutting:
             return
+        from rollout_spec.integrations.vllm import cutting  # imports what vLLM has from 0.28 on
+
         share = sharing_from_first_rank(runner.vllm_config)
         manager = cutting.Cutting(runner.adaptive_verification, share, self.is_drafting, self._is_last_pass)
         runner.adaptive_verification, self.confidences = manager, manager.confidences
@@ -308,6 +311,7 @@ class EngineV2(Engine):
         runner = self._runner
         self._sampler = runner.sampler
         self.asked = AskedOfSlots(runner.sampler)
+        compat.mend_bad_words(runner.sampler)
         runner.sampler = SamplerFace(runner.sampler, self)
         if runner.rejection_sampler is not None:
             runner.rejection_sampler = runner.sampler
@@ -393,17 +397,7 @@ class EngineV2(Engine):
 
     def _process(self, logits: Tensor, batch: Any, layout: Layout) -> Tensor:
         """vLLM's own processing of a copy of the logits, float32 [N, V]: penalties, masks, temperature, truncation."""
-        processed = self._sampler.apply_sampling_params(
-            logits,
-            expanded_idx_mapping=batch.expanded_idx_mapping,
-            idx_mapping=batch.idx_mapping,
-            idx_mapping_np=batch.idx_mapping_np,
-            pos=layout.position,
-            input_ids=batch.input_ids[batch.logits_indices],
-            expanded_local_pos=batch.expanded_local_pos,
-            seq_lens_upper_bound_np=batch.seq_lens_cpu_upper_bound.numpy(),
-        )
-        return keep_broken(processed, logits)
+        return keep_broken(compat.apply_sampling_params(self._sampler, logits, batch, layout.position), logits)
 
     def _logprobs(
         self,
@@ -438,7 +432,7 @@ class EngineV2(Engine):
             temperature = None if mode.startswith("raw_") else layout.temperature
             tokens, logprobs = scored_tokens(seen, processed, temperature, asked.num_logprobs)
             return LogprobsTensors(tokens, logprobs, seen.ranks, **{field: starts})
-        tensors: LogprobsTensors = compute_topk_scores(
+        tensors: LogprobsTensors = compat.compute_topk_scores(
             logits if mode.startswith("raw_") else scaled(processed, layout.temperature),
             max(asked.num_logprobs, 0),
             seen.target_token_ids,
@@ -469,10 +463,10 @@ class SamplerFace:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def add_request(self, req_idx: int, sampling_params: Any) -> Any:
+    def add_request(self, req_idx: int, *args: Any) -> Any:
         """As vLLM's `Sampler`; raises like `EngineV2.add_request`."""
-        self._engine.add_request(req_idx, sampling_params)
-        return self.inner.add_request(req_idx, sampling_params)
+        self._engine.add_request(req_idx, compat.sampling_params_of(args))
+        return self.inner.add_request(req_idx, *args)
 
     def __call__(
         self, logits: Tensor, input_batch: Any, draft_logits: Any = None, invalid_drafts: Tensor | None = None
@@ -488,7 +482,8 @@ class SpeculatorFace(BaseSpeculator):
     draft_logits = None
 
     def __init__(self, vllm_config: Any) -> None:
-        self.enable_adaptive_verification = vllm_config.speculative_config.enable_adaptive_verification
+        self.model = compat.speculator_model()
+        self.enable_adaptive_verification = compat.verifies_adaptively(vllm_config.speculative_config)
 
     def attach(self, engine: EngineV2) -> None:
         """Called when the engine is made, which is after this."""
@@ -505,7 +500,7 @@ class SpeculatorFace(BaseSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Nothing to do."""
 
-    def capture(self) -> None:
+    def capture(self, *args: Any) -> None:
         """Nothing to do: our kernel launches need no graph."""
 
     def propose(

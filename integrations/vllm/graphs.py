@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.config import OUR_SCHEDULE, is_a100
 from rollout_spec.step_sizes import LARGEST_CUT, LARGEST_GRAPH, MOST_CUT_REQUESTS
 
@@ -66,8 +67,8 @@ def add_graphs(vllm_config: Any, set_sizes: Callable[[], None]) -> str | None:
     width = 1 + max(k for _, _, k in ranges)
     most, max_step_tokens = most_tokens(scheduler.max_num_seqs, ranges), scheduler.max_num_batched_tokens
     largest, most_of_one = most, width
-    is_ours = hasattr(speculative, OUR_SCHEDULE)
-    if is_ours and vllm_config.lora_config is None and not is_a100():  # vLLM may cut our drafts: see `adaptive.py`
+    may_cut = hasattr(speculative, OUR_SCHEDULE) and compat.cuts_drafts()  # see `adaptive.py`
+    if may_cut and vllm_config.lora_config is None and not is_a100():
         most_of_one = 1 + speculative.num_speculative_tokens
         whole = min(scheduler.max_num_seqs, MOST_CUT_REQUESTS) * most_of_one
         largest, most = max(most, min(whole, LARGEST_CUT)), max(most, whole)
@@ -100,13 +101,12 @@ def choose_graphs(runner: Any) -> None:
     """
     manager, vllm_config = runner.cudagraph_manager, runner.vllm_config
     speculative = vllm_config.speculative_config
-    if runner.adaptive_verification:  # each of its graphs takes any lengths
+    if compat.adaptive_verification(runner):  # each of its graphs takes any lengths
         return
     if hasattr(speculative, OUR_SCHEDULE):
         ranges = speculative.num_speculative_tokens_per_batch_size
         manager.vllm_config = _with_steps_of(vllm_config, sorted({k for _, _, k in ranges}))
-    manager._candidates, manager._capture_descs = {}, {}
-    manager._init_candidates()
+    compat.choose_captured(manager)
     manager.vllm_config = vllm_config
     _drop_graphs_of_no_step(manager)
     _find_nearest_graphs(manager)

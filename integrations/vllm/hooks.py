@@ -129,19 +129,19 @@ def set_cudagraph_sizes(original: Callable[..., None], self: Any) -> None:
 
 def v2_unsupported_features(original: Callable[..., list[str]], self: Any) -> list[str]:
     """Let vLLM choose V2 where it can run the model in it, and V1 where drafts are made on the host."""
-    import vllm
-
     features, config = original(self), read_config(self)
-    if config is None:
-        return features
-    if compat.is_v2_too_old(vllm.__version_tuple__):
-        return [*features, "rollout_spec before vLLM 0.31"]
-    if not config.speculation:
+    if config is None or not config.speculation:
         return features
     if not has_model_drafter(self):  # V2 knows no custom_class, and no ngram_gpu before 0.32: we bring our speculator
         method = self.speculative_config.method
         features = [f for f in features if not ("specul" in f and method in f)]
     return [*features, *reasons_for_v1(self, config)]
+
+
+def override_cudagraph_mode(original: Callable[..., None], self: Any) -> None:
+    """Keep graphs of whole steps with a schedule of K in V2: see `compat.captures_one_k`."""
+    if config_of(self) is None or not self.use_v2_model_runner:
+        original(self)
 
 
 def validate_sampling_params(original: Callable[..., None], self: Any, speculative_config: Any) -> None:
@@ -255,7 +255,9 @@ def update_after_schedule(original: Callable[..., None], self: Any, scheduler_ou
 
 
 def update_from_output(original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-    """Learn from a step."""
+    """Drop what a preemption has made void, and learn from a step."""
+    if is_ours(self.vllm_config.speculative_config):
+        compat.drop_stale_output(self, scheduler_output, model_runner_output)
     if self.rollout_spec is not None:
         self.rollout_spec.observe(scheduler_output, model_runner_output)
     return original(self, scheduler_output, model_runner_output)

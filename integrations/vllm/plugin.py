@@ -26,9 +26,13 @@ class Hook(NamedTuple):
     name: str
     function: Callable[..., Any]
     """Takes the original, and then the original's arguments."""
+    since: tuple[int, int] = compat.OLDEST_VERSION
+    """The oldest vLLM in which it is needed."""
 
     def apply(self, module: Any) -> None:
         """Replace the original. Raises AttributeError if there is none, and TypeError if it cannot be replaced."""
+        if compat.is_before(*self.since):
+            return
         owner = module if self.owner is None else getattr(module, self.owner)
         setattr(owner, self.name, _wrapped(getattr(owner, self.name), self.function))
 
@@ -56,6 +60,7 @@ HOOKS = (
     Hook(*_config, "__post_init__", hooks.complete_config),
     Hook(*_config, "_set_cudagraph_sizes", hooks.set_cudagraph_sizes),
     Hook(*_config, "_get_v2_model_runner_unsupported_features", hooks.v2_unsupported_features),
+    Hook(*_config, "_maybe_override_dynamic_sd_cudagraph_mode", hooks.override_cudagraph_mode),
     Hook("vllm.sampling_params", "SamplingParams", "_validate_spec_decode", hooks.validate_sampling_params),
     Hook(*_inputs, "__init__", hooks.init_input_processor),
     Hook(*_inputs, "process_inputs", hooks.process_inputs),
@@ -77,8 +82,8 @@ HOOKS = (
     Hook(*_runner_v2, "sample_tokens", hooks.sample_tokens),
     Hook("vllm.v1.worker.gpu.model_runner", None, "init_speculator", hooks.init_speculator_v2),
     Hook(*_runner_v2, "initialize_kv_cache", hooks.initialize_kv_cache_v2),
-    Hook("vllm.v1.worker.gpu.model_runner", None, "async_tensor_h2d", hooks.upload_input_v2),
-    Hook("vllm.v1.worker.gpu.model_runner", None, "expand_idx_mapping", hooks.rows_v2),
+    Hook("vllm.v1.worker.gpu.model_runner", None, "async_tensor_h2d", hooks.upload_input_v2, (0, 31)),
+    Hook("vllm.v1.worker.gpu.model_runner", None, "expand_idx_mapping", hooks.rows_v2, (0, 31)),
     Hook("vllm.v1.worker.gpu.async_utils", None, "async_copy_to_np", hooks.copy_to_host_v2),
     Hook("vllm.v1.worker.gpu.async_utils", "AsyncOutput", "get_output", hooks.get_output_v2),
     Hook(*_worker, "load_model", hooks.load_model),

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
+from rollout_spec.integrations.vllm import compat
 from rollout_spec.types import VerifyResult
 from rollout_spec.verify.reference import divisors, scaled
 
@@ -56,7 +57,7 @@ class AskedOfSlots:
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
-        self._own_processors = not all(map(_is_vllms, sampler.logits_processors))
+        self._own_processors = not all(map(_is_vllms, compat.logits_processors_of(sampler)))
         self._needs_vllm: NDArray[np.bool_] = np.zeros(sampler.sampling_states.max_num_reqs, bool)
         self._min_tokens: NDArray[np.int64] = np.zeros(self._needs_vllm.size, np.int64)
         self._num_steps: NDArray[np.int64] = np.zeros(self._needs_vllm.size, np.int64)

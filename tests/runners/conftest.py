@@ -15,9 +15,3 @@ if IS_V2:
     show_vllm_a_backend()
     schedule_as_on_gpus()
     launch_few_programs()
-    import vllm
-
-    from rollout_spec.integrations.vllm.compat import is_v2_too_old
-
-    if is_v2_too_old(vllm.__version_tuple__):
-        collect_ignore_glob = ["test_[!r]*.py"]  # what remains shows that V2 is refused

@@ -1,4 +1,4 @@
-"""An engine has the model runner that was asked for. Before vLLM 0.31 V2 is refused."""
+"""An engine has the model runner that was asked for."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import vllm
-
 from rollout_spec import engine_kwargs
-from rollout_spec.integrations.vllm.compat import is_v2_too_old
 from tests.integrations.engines import IS_V2, OF_RUNNER, build, generate, mixed_params, runner_of, stats_of
 
 pytestmark = pytest.mark.engine
@@ -19,11 +16,6 @@ BOTH = (engine_kwargs(**OF_RUNNER), OFF)
 
 
 def test_an_engine_has_its_runner(tiny_model):
-    if IS_V2 and is_v2_too_old(vllm.__version_tuple__):
-        for options in BOTH:
-            with pytest.raises(ValueError, match="rollout_spec before vLLM 0.31"):
-                build(tiny_model, **options)
-        return
     for options in BOTH:
         llm = build(tiny_model, max_num_seqs=4, max_num_batched_tokens=24, **options)
         runner = runner_of(llm)
