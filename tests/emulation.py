@@ -58,6 +58,22 @@ def schedule_as_on_gpus() -> None:
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
+def let_grammars_work() -> None:
+    """For them vLLM pins memory and names streams, up to 0.26 also in its CPU build. Imports vllm."""
+    import torch
+    from vllm.v1.worker.gpu import structured_outputs
+
+    class Torch:
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+        def tensor(self, *args, pin_memory=False, **options):
+            return torch.tensor(*args, **options)
+
+    structured_outputs.torch = Torch()
+    torch.Tensor.record_stream = lambda *args: None
+
+
 def launch_few_programs() -> None:
     """Each costs the emulator the same, however much it does. Texts move often as they grow."""
     from rollout_spec.drafters.device import drafter, kernels

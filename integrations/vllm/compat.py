@@ -12,8 +12,8 @@ This module imports neither vLLM nor torch: the plugin is loaded in every proces
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -88,11 +88,6 @@ def lacks_sessions() -> bool:
     return is_before(0, 27)
 
 
-def lacks_thinking_budgets() -> bool:
-    """Whether V2 ignores `thinking_token_budget`, as before 0.28. With 0.28 as the oldest version, this can go."""
-    return is_before(0, 28)
-
-
 def mixes_recurrent_states() -> bool:
     """Whether a step without a draft, after one that accepted some, reads a recurrent layer's state of another token.
 
@@ -127,23 +122,22 @@ def captures_one_k() -> bool:
 def choose_captured(manager: Any) -> None:
     """Let V2's manager of CUDA graphs choose anew what to capture: the steps of each K of its configuration's schedule.
 
-    0.24 knows those of `decode_query_len` tokens alone, whatever is left of a size. With 0.25 as the oldest version,
-    clear both tables and choose once.
+    What 0.24 lacks of it is what 0.25 has. With 0.25 as the oldest version, only the first two lines stay.
     """
-    usual, captured = manager.decode_query_len, {}
+    manager._candidates, manager._capture_descs = {}, {}
+    manager._init_candidates()
     ranges = manager.vllm_config.speculative_config.num_speculative_tokens_per_batch_size
-    is_one_by_one = ranges is not None and captures_one_k()
-    for width in sorted({k + 1 for _, _, k in ranges}) if is_one_by_one else [usual]:
-        manager.decode_query_len = width
-        manager._candidates, manager._capture_descs = {}, {}
-        manager._init_candidates()
-        for mode, descs in manager._capture_descs.items():
-            if is_one_by_one:
-                descs = [dataclasses.replace(d, num_tokens=d.num_reqs * width) if d.uniform_token_count else d for d in descs]
-            captured.setdefault(mode, {}).update(dict.fromkeys(descs))
-    manager.decode_query_len = usual
-    for mode, descs in captured.items():
-        manager._capture_descs[mode] = sorted(descs, key=lambda desc: desc.num_tokens, reverse=True)
+    mode, sizes = manager.cudagraph_mode.decode_mode(), manager.compilation_config.cudagraph_capture_sizes
+    if not (captures_one_k() and ranges and sizes and manager.cudagraph_mode.separate_routine()):
+        return
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+    chosen = set()
+    for width, size, num_loras in itertools.product({k + 1 for _, _, k in ranges}, sizes, manager.lora_capture_cases):
+        num_requests = min(-(-size // width), manager.max_num_reqs)
+        if num_requests * width <= max(sizes):
+            chosen.add(BatchExecutionDescriptor(mode, num_requests * width, num_requests, width, num_loras))
+    manager._capture_descs[mode] = sorted(chosen, key=lambda desc: desc.num_tokens, reverse=True)
 
 
 def drop_stale_output(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> None:

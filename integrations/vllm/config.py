@@ -221,7 +221,7 @@ def note_runner(vllm_config: Any) -> None:
     speculative = vllm_config.speculative_config
     if hasattr(speculative, RUNNER_REASON):
         return
-    reason = "vLLM's choice" if HAS_TRITON else "V2 needs Triton"
+    reason = f"vLLM's choice; {RUNNER_VARIABLE}=1 drafts on the device" if HAS_TRITON else "V2 needs Triton"
     if os.environ.get(RUNNER_VARIABLE):
         reason = f"{RUNNER_VARIABLE}={os.environ[RUNNER_VARIABLE]}"
     elif vllm_config.use_v2_model_runner:
@@ -254,16 +254,26 @@ def refuse_host_drafter(vllm_config: Any, config: RolloutSpecConfig) -> None:
             f"drafter={drafter!r} is on the host and needs vLLM's V1 model runner, and this engine has V2 ({reason}): "
             f"unset {RUNNER_VARIABLE}, or leave drafter out, which gives V2's drafter on the device"
         )
-    if has_model_drafter(vllm_config):
-        raise ValueError(
-            "a model drafts beside history in the V2 model runner of vLLM 0.31 or newer, and this engine has V1 "
-            f"({reason}): leave out speculative_config, and history drafts alone, or rollout_spec, and the model does"
-        )
     if vllm_config.scheduler_config.async_scheduling:
         raise ValueError(
             f"drafter={drafter!r} lives on the host and needs each step's tokens there: leave async_scheduling "
             '(--async-scheduling) out, or use drafter="device", which needs the V2 runner'
         )
+
+
+def refuse_model_drafter(vllm_config: Any) -> None:
+    """Raise ValueError if no model can draft beside history in an engine."""
+    import vllm
+
+    found = f"this is {vllm.__version__}"
+    if not compat.lacks_model_drafters():
+        if vllm_config.use_v2_model_runner:
+            return
+        found = f"this engine has V1 ({getattr(vllm_config.speculative_config, RUNNER_REASON)})"
+    raise ValueError(
+        f"a model drafts beside history in the V2 model runner of vLLM 0.31 or newer, and {found}: leave out "
+        "speculative_config, and history drafts alone, or rollout_spec, and the model does"
+    )
 
 
 # -- what is not supported -------------------------------------------------------------------------------------------

@@ -316,6 +316,7 @@ class EngineV2(Engine):
         if runner.rejection_sampler is not None:
             runner.rejection_sampler = runner.sampler
         if self.session is not None:
+            compat.count_memory(runner, self.session.memory_bytes())
             map_adapters = runner.lora_state.make_lora_inputs
             runner.lora_state.make_lora_inputs = lambda req_ids, *args: self._with_adapters_of_rows(
                 req_ids, *map_adapters(req_ids, *args)

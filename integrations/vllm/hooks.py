@@ -38,6 +38,7 @@ from rollout_spec.integrations.vllm.config import (
     read_config,
     reasons_for_v1,
     refuse_host_drafter,
+    refuse_model_drafter,
     repeats_seeds,
     say,
     share_of_experts,
@@ -78,6 +79,7 @@ def complete_config(original: Callable[..., None], self: Any) -> None:
         config = _with_affordable_drafts(self, config)
         decide_options(self, config)
         if has_model_drafter(self):
+            refuse_model_drafter(self)
             if speculative.draft_sample_method != "greedy":  # vLLM would keep the drafts' probabilities for us
                 say(f"draft_sample_method={speculative.draft_sample_method!r} has no effect with rollout_spec")
                 speculative.draft_sample_method = "greedy"
@@ -135,6 +137,8 @@ def v2_unsupported_features(original: Callable[..., list[str]], self: Any) -> li
     if not has_model_drafter(self):  # V2 knows no custom_class, and no ngram_gpu before 0.32: we bring our speculator
         method = self.speculative_config.method
         features = [f for f in features if not ("specul" in f and method in f)]
+        if compat.captures_one_k():
+            features = [f for f in features if f != "dynamic speculative decoding"]
     return [*features, *reasons_for_v1(self, config)]
 
 

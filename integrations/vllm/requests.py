@@ -19,6 +19,7 @@ import numpy as np
 from rollout_spec import checks
 from rollout_spec.checks import shown
 from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig
+from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.config import repeats_seeds
 
 logger = logging.getLogger(__name__)
@@ -116,6 +117,7 @@ class FrontEnd:
     def __init__(self, vllm_config: Any, config: RolloutSpecConfig) -> None:
         self._config = config
         self._is_v1 = not vllm_config.use_v2_model_runner
+        self._lacks_sessions = compat.lacks_sessions() and config.speculation and not self._is_v1
         parallel, seed = vllm_config.parallel_config, vllm_config.model_config.seed
         if repeats_seeds(vllm_config) or parallel.distributed_executor_backend == "external_launcher":
             self._key = f"{seed}/{parallel.data_parallel_rank}/{parallel._api_process_rank}"
@@ -131,7 +133,7 @@ class FrontEnd:
         """
         params = request.sampling_params
         try:
-            self._check(params)
+            self._check(request)
             options = request_options(params.extra_args)
         except (TypeError, ValueError) as error:
             raise _request_error()(str(error)) from error
@@ -149,8 +151,14 @@ class FrontEnd:
 
             params.seed = derive_seed(self._key, next(self._numbers))
 
-    def _check(self, params: Any) -> None:
+    def _check(self, request: Any) -> None:
         """Raise ValueError or TypeError if our samplers lack what is asked for, or the seed is no 64-bit integer."""
+        params = request.sampling_params
+        if self._lacks_sessions and request.resumable:
+            raise ValueError(
+                "streaming sessions end an engine that speculates in the V2 model runner of vLLM before 0.27: install "
+                "a newer one, take V1 (VLLM_USE_V2_MODEL_RUNNER=0), or set speculation=False"
+            )
         if self._is_v1 and self._config.speculation and params.thinking_token_budget is not None:
             raise ValueError(
                 "where vLLM's V1 model runner speculates, it ends the thinking of other requests than those whose "

@@ -16,6 +16,7 @@ from rollout_spec import engine_kwargs
 from rollout_spec.budget import Budget
 from rollout_spec.drafters.registry import HISTORY_DRAFTER
 from rollout_spec.features import SIGNATURE_BITS, TOP_TOKENS, decoded_probabilities, unpack
+from rollout_spec.integrations.vllm import compat
 from rollout_spec.measured_schedule import _Size
 from rollout_spec.noise import host as noise
 from rollout_spec.verify.reference import pack_signatures
@@ -28,6 +29,9 @@ GAP = 1e-3
 
 IS_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 """Whether engines in this process have vLLM's V2 model runner."""
+
+V2_OF_0_31 = IS_V2 and not compat.is_before(0, 31)
+"""Whether V2 cuts our drafts on the device, lets a model draft beside history, and has our noise without us."""
 
 MIXES_MASKS = not IS_V2 and vllm.__version_tuple__[:2] < (0, 31)
 """V1 mixes up requests' `allowed_token_ids` before 0.31, also without drafts."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from tests.emulation import launch_few_programs, schedule_as_on_gpus, show_vllm_a_backend
+from tests.emulation import launch_few_programs, let_grammars_work, schedule_as_on_gpus, show_vllm_a_backend
 
 IS_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 collect_ignore_glob = [] if IS_V2 else ["test_*_v2.py"]
@@ -15,3 +15,10 @@ if IS_V2:
     show_vllm_a_backend()
     schedule_as_on_gpus()
     launch_few_programs()
+    from rollout_spec.integrations.vllm import compat
+
+    if compat.is_before(0, 27):
+        let_grammars_work()
+    if compat.is_before(0, 31):  # drafts are not cut, no model drafts beside history, and there are no own processors
+        lacking = ("adaptive", "model_drafters", "drafter_weights", "own_processors")
+        collect_ignore_glob = [f"test_{name}_v2.py" for name in lacking]

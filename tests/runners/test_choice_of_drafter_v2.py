@@ -12,15 +12,17 @@ pytest.importorskip("vllm")
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm import envs
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.executor import UniProcExecutor
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from rollout_spec import engine_kwargs, step_sizes
 from rollout_spec.config import PROPOSER_PATH
+from rollout_spec.integrations.vllm import compat, graphs, hooks
 from rollout_spec.integrations.vllm import config as engine_config
-from rollout_spec.integrations.vllm import graphs, hooks
 from rollout_spec.integrations.vllm.config import check_engine, config_of
+from tests.integrations.engines import V2_OF_0_31
 
 
 @pytest.fixture
@@ -89,6 +91,17 @@ def test_the_drafter_of_an_engine(make, situation, drafter, reason):
     assert (vllm_config.speculative_config.num_speculative_tokens_per_batch_size is not None) is has_schedule
 
 
+@pytest.mark.skipif(not compat.is_before(0, 29), reason="vLLM chooses V2 for all models")
+def test_a_model_for_which_vllm_chooses_v1(make, monkeypatch):
+    monkeypatch.setattr(VllmConfig, "_is_default_v2_model_runner_model", lambda self: False)
+    for variable, line in ((None, "vLLM's choice; VLLM_USE_V2_MODEL_RUNNER=1 drafts on the device"), ("1", "V2 model")):
+        vllm_config = make(variable=variable)
+        config = config_of(vllm_config)
+        assert config.drafter == ("device" if variable else "history")
+        assert line in engine_config.describe_engine(vllm_config, config)
+
+
+@pytest.mark.skipif(not V2_OF_0_31, reason="no model drafts beside history")
 def test_history_joins_a_frameworks_own_drafter_with_a_model(tiny_model, monkeypatch):
     said = []
     monkeypatch.setattr(engine_config, "say", said.append)
@@ -120,7 +133,12 @@ def test_data_parallel_engines_have_one_k(make, monkeypatch, max_num_seqs, k, is
         vllm_config = pickle.loads(pickle.dumps(front_end))
         vllm_config.parallel_config.data_parallel_index = rank
         if not is_moe:
-            vllm_config.parallel_config.reconfigure_for_independent_dp_rank()
+            parallel = vllm_config.parallel_config
+            if hasattr(parallel, "reconfigure_for_independent_dp_rank"):
+                parallel.reconfigure_for_independent_dp_rank()
+            else:  # as an engine's core does, up to 0.27
+                parallel.data_parallel_size = parallel.data_parallel_size_local = 1
+                parallel.data_parallel_rank = 0
         vllm_config.__post_init__()
         config = config_of(vllm_config)
         assert (config.drafter, config.num_speculative_tokens, config.budget) == ("device", k, False)

@@ -21,6 +21,7 @@ from tests.integrations.engines import (
     IS_V2,
     MIXES_MASKS,
     RESIDENT,
+    V2_OF_0_31,
     assert_same_scores,
     build,
     every_draft,
@@ -104,7 +105,9 @@ if MIXES_MASKS:
 GROUPS = {"fast": FAST, "processed": PROCESSED, "scored": SCORED}
 ROWS = [(group, name) for group, rows in GROUPS.items() for name in rows]
 KINDS = ("greedy", "sampled")
-DRAFTING = ("device", "adaptive", "model") if IS_V2 else ("history", "adversary")
+DRAFTING = ("device",) if IS_V2 else ("history", "adversary")
+if V2_OF_0_31:
+    DRAFTING += ("adaptive", "model")
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +124,7 @@ def engines(tiny_model, tmp_path_factory):
     }
     wanted = ["without drafts", *(name for name in DRAFTING if name != "adaptive"), "vLLM's own"]
     built = {name: build(tiny_model, **named[name]) for name in wanted}
-    if IS_V2:
+    if V2_OF_0_31:
         with adaptive.as_on_a_gpu():
             built["adaptive"] = build(tiny_model, **engine_kwargs(num_speculative_tokens=3, **DEVICE))
         adaptive.set_costs(runner_of(built["adaptive"]), lambda num_tokens: 50.0 + num_tokens)
@@ -170,10 +173,10 @@ def test_drafts_change_nothing(answers, group, name, kind):
         assert_equal(answers[group, engine][name, kind], expected)
 
 
-@pytest.mark.parametrize("kind", KINDS if IS_V2 else KINDS[:1])
+@pytest.mark.parametrize("kind", KINDS if V2_OF_0_31 else KINDS[:1])
 @pytest.mark.parametrize(("group", "name"), ROWS)
 def test_without_drafts_it_is_what_vllm_samples(answers, group, name, kind):
-    """In V1, whose noise is another, where nothing is random."""
+    """In V1, and before 0.31 in V2, whose noise is another, where nothing is random."""
     assert_equal(answers[group, "without drafts"][name, kind], answers[group, "vLLM's own"][name, kind])
 
 
@@ -182,7 +185,7 @@ def test_without_drafts_it_is_what_vllm_samples(answers, group, name, kind):
     [("raw_logprobs", "processed"), *((mode, "scored") for mode in ("raw_logprobs", "raw_logits", "processed_logits"))],
 )
 def test_every_kind_of_logprobs(engines, monkeypatch, mode, group):
-    """The tables' engines give those that are processed. In V1 vLLM's own noise is another: only greedy rows agree."""
+    """The tables' engines give those that are processed. Where vLLM's own noise is another, only greedy rows agree."""
     for llm in engines.values():
         sampler = runner_of(llm).sampler
         sampler = getattr(sampler, "inner", sampler)
@@ -191,7 +194,7 @@ def test_every_kind_of_logprobs(engines, monkeypatch, mode, group):
     expected = ask(engines["without drafts"], group)
     for name in (*DRAFTING, "vLLM's own"):
         for row, output in ask(engines[name], group).items():
-            if name in DRAFTING or IS_V2 or row[1] == "greedy":
+            if name in DRAFTING or V2_OF_0_31 or row[1] == "greedy":
                 assert_equal(output, expected[row])
 
 

@@ -12,7 +12,8 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from rollout_spec import engine_kwargs, step_sizes
-from rollout_spec.integrations.vllm import adaptive, hooks
+from rollout_spec.integrations.vllm import adaptive, compat, hooks
+from tests.integrations.engines import V2_OF_0_31
 from tests.integrations.vllm.test_graphs import config_as_on_a_gpu
 
 
@@ -56,13 +57,13 @@ def captured(tiny_model, monkeypatch):
         )  # fmt: skip
 
         def initialize_kv_cache(runner):
-            cuts = bool(config.speculative_config) and config.speculative_config.enable_adaptive_verification
+            cuts = compat.verifies_adaptively(config.speculative_config)
             if cuts and support != "ALWAYS":
                 raise ValueError("vLLM says so")
             runner.adaptive_verification = "vLLM's" if cuts else None
             mode = config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
             runner.cudagraph_manager = cudagraph_utils.ModelCudaGraphManager(
-                config, torch.device("cpu"), mode, decode_query_len=width, varlen_decode=cuts
+                config, torch.device("cpu"), mode, decode_query_len=width, **({"varlen_decode": True} if cuts else {})
             )
 
         hooks.initialize_kv_cache_v2(initialize_kv_cache, runner)
@@ -75,7 +76,7 @@ def captured(tiny_model, monkeypatch):
         kinds = {}
         manager = manager_of(*args, **kwargs)
         for desc in manager._capture_descs[CUDAGraphMode.FULL]:
-            kind = desc.uniform_token_count, desc.max_query_len
+            kind = desc.uniform_token_count, getattr(desc, "max_query_len", None)  # from 0.28 on
             kinds[kind] = max(kinds.get(kind, (0, 0)), (desc.num_tokens, desc.num_reqs))
         return kinds
 
@@ -115,7 +116,8 @@ def test_a_whole_graph_serves_every_step_of_equal_drafts(captured, monkeypatch, 
             num_tokens = num_requests * width
             largest = max(desc.num_tokens for desc in whole if desc.uniform_token_count == width)
             if num_tokens > largest:
-                assert num_requests > max_num_seqs - 8
+                # 0.24 itself rounds sizes to multiples of K + 1, and drops the largest.
+                assert num_requests > max_num_seqs - 8 or compat.captures_one_k()
                 continue
             found = manager.dispatch(num_requests, num_tokens, width, 0)
             assert (found.cg_mode, found.uniform_token_count) == (CUDAGraphMode.FULL, width), num_requests
@@ -124,6 +126,7 @@ def test_a_whole_graph_serves_every_step_of_equal_drafts(captured, monkeypatch, 
     assert replayed == set(whole), "nothing else is captured"
 
 
+@pytest.mark.skipif(not V2_OF_0_31, reason="vLLM cuts no drafts of ours")
 @pytest.mark.parametrize("k", [4, 8, 16])
 def test_where_vllm_cuts_drafts_one_graph_serves_all_lengths(captured, monkeypatch, k):
     monkeypatch.setattr(adaptive, "check_adaptive_verification", lambda vllm_config: None)

@@ -24,7 +24,7 @@ WAITS = {
 from memory that is not pinned."""
 MEANT = {
     ("archive.py", "arrive"): "a rollout's copy, once it has arrived",
-    ("engine_v2.py", "_process"): "vLLM has these lengths on the host",
+    ("compat.py", "apply_sampling_params"): "vLLM has these lengths on the host",
 }
 """Where our code reads what is on the host."""
 

@@ -14,11 +14,13 @@ from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
 
 from rollout_spec import engine_kwargs
 from rollout_spec.drafters.device import choice, kernels
+from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.plugin import HOOKS
 from rollout_spec.verify import kernel
 from tests.integrations.draft_models import write_eagle_head
 from tests.integrations.engines import (
     DEVICE,
+    V2_OF_0_31,
     build,
     generate,
     mixed_params,
@@ -54,7 +56,8 @@ class Worker:
     def determine_available_memory(self):
         sampler, count = self.model_runner.sampler, 3
         for i in range(count):
-            sampler.add_request(i, SamplingParams(temperature=0.9, repetition_penalty=1.1))
+            params = SamplingParams(temperature=0.9, repetition_penalty=1.1)
+            sampler.add_request(i, *([5] if compat.is_before(0, 31) else []), params)
         sampler.apply_staged_writes()
         sampler(torch.zeros(count, 24), InputBatch.make_dummy(count, count, self.model_runner.input_buffers))
         return 17
@@ -93,7 +96,9 @@ def test_vllms_own_profiling_as_on_a_gpu(tiny_model, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [ON_DEVICE, engine_kwargs(speculation=False), "model"], ids=["device", "off", "model"]
+    "options",
+    [ON_DEVICE, engine_kwargs(speculation=False), *(["model"] * V2_OF_0_31)],
+    ids=["device", "off", *(["model"] * V2_OF_0_31)],
 )
 def test_nothing_is_compiled_while_the_engine_serves(tiny_model, options, monkeypatch, tmp_path):
     """Whatever requests there are, with and without drafts, in chunks of prompts and switched off.
