@@ -96,6 +96,13 @@ def mixes_recurrent_states() -> bool:
     return is_before(0, 32)
 
 
+def models_in_v1() -> str | None:
+    """Models for which vLLM chooses V1 by itself, in words. With 0.29 as the oldest version, this can go."""
+    if is_before(0, 25):
+        return "all models but Llama, Mistral, Qwen3 and some mixtures of experts"
+    return "most mixtures of experts" if is_before(0, 29) else None
+
+
 # -- the front end ---------------------------------------------------------------------------------------------------
 
 

@@ -95,7 +95,7 @@ def _with_affordable_drafts(vllm_config: Any, config: RolloutSpecConfig) -> Roll
     """The settings of an engine whose device drafts, with as many tokens as pay by the requests that run.
 
     An engine alone gets a schedule, which is in vLLM's configuration, unless it is given one. Data-parallel engines may
-    wait for each other in every step, so they have one K, and vLLM drops a schedule.
+    wait for each other in every step, so they have one K, and no schedule.
     """
     speculative, is_alone = vllm_config.speculative_config, vllm_config.parallel_config.data_parallel_size == 1
     is_on_device = config.drafts_on_device and vllm_config.use_v2_model_runner and not has_model_drafter(vllm_config)
@@ -110,7 +110,7 @@ def _with_affordable_drafts(vllm_config: Any, config: RolloutSpecConfig) -> Roll
         object.__setattr__(speculative, OUR_SCHEDULE, True)
         return config
     max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-    k = step_sizes.one_k(ranges, max_num_seqs)
+    k, speculative.num_speculative_tokens_per_batch_size = step_sizes.one_k(ranges, max_num_seqs), None
     say(
         f"rollout_spec: {k} draft token{'s' * (k > 1)} for every request, as data-parallel engines need one K: what "
         f"pays by simulation with max_num_seqs={max_num_seqs}; budget=False drafts {config.max_draft_tokens}"
