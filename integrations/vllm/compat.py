@@ -80,12 +80,12 @@ def lacks_model_drafters() -> bool:
 
 
 def lacks_sessions() -> bool:
-    """Whether streaming sessions end an engine with drafts and asynchronous scheduling, as before 0.27.
+    """Whether streaming sessions end an engine with drafts and asynchronous scheduling, as before 0.31.
 
-    The scheduler finds no token to schedule, and asserts that there is one. With 0.27 as the oldest version, this can
+    The scheduler finds no token to schedule, and asserts that there is one. With 0.31 as the oldest version, this can
     go.
     """
-    return is_before(0, 27)
+    return is_before(0, 31)
 
 
 def mixes_recurrent_states() -> bool:

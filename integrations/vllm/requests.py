@@ -156,8 +156,8 @@ class FrontEnd:
         params = request.sampling_params
         if self._lacks_sessions and request.resumable:
             raise ValueError(
-                "streaming sessions end an engine that speculates in the V2 model runner of vLLM before 0.27: install "
-                "a newer one, take V1 (VLLM_USE_V2_MODEL_RUNNER=0), or set speculation=False"
+                "streaming sessions end an engine that speculates in the V2 model runner of vLLM before 0.31: install "
+                "vLLM 0.31, take V1 (VLLM_USE_V2_MODEL_RUNNER=0), or set speculation=False"
             )
         if self._is_v1 and self._config.speculation and params.thinking_token_budget is not None:
             raise ValueError(
