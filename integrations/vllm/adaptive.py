@@ -29,7 +29,7 @@ def with_adaptive_verification(runner: Any, initialize: Callable[[], Any]) -> An
     if not getattr(vllm_config.speculative_config, OUR_SCHEDULE, False):
         return initialize()
     try:
-        if not compat.cuts_drafts():
+        if compat.is_v2_old():
             raise ValueError("it needs vLLM 0.31")
         _switch(runner, on=True)
         check_adaptive_verification(vllm_config)

@@ -3,8 +3,9 @@
 Each function names the versions concerned, and the oldest supported version with which it can be removed. Three more
 differences need none: `init_speculator` also gets the runner's request states, and a rejection sampler also
 `invalid_drafts`, from 0.32 on, which our signatures take; and `vllm.triton_utils.dispatcher`, the module that
-`survive_lazy_modules` changes, exists from 0.31 on. V2's own noise equals ours from 0.31 on; that of 0.24 to 0.30 is
-replaced by ours, with and without speculation.
+`survive_lazy_modules` changes, exists from 0.31 on. Nor do these: `Sampler.add_request` gets the prompt's length up to
+0.30, a speculator has a `model` up to 0.27, and its `capture` an argument up to 0.25. V2's own noise equals ours from
+0.31 on; before, ours replaces it, with and without speculation.
 
 This module imports neither vLLM nor torch: the plugin is loaded in every process of every engine.
 """
@@ -12,7 +13,6 @@ This module imports neither vLLM nor torch: the plugin is loaded in every proces
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping
@@ -71,23 +71,6 @@ def experts_per_token(model_config: Any) -> Any:
     return getattr(model_config.hf_text_config, "num_experts_per_tok", None)
 
 
-def lacks_model_drafters() -> bool:
-    """Whether no model drafts beside history, as our faces of vLLM's drafters do not fit V2's before 0.31.
-
-    With 0.31 as the oldest version, this can go.
-    """
-    return is_before(0, 31)
-
-
-def lacks_sessions() -> bool:
-    """Whether streaming sessions end an engine with drafts and asynchronous scheduling, as before 0.31.
-
-    The scheduler finds no token to schedule, and asserts that there is one. With 0.31 as the oldest version, this can
-    go.
-    """
-    return is_before(0, 31)
-
-
 def mixes_recurrent_states() -> bool:
     """Whether a step without a draft, after one that accepted some, reads a recurrent layer's state of another token.
 
@@ -115,6 +98,16 @@ def cuts_at_stop_strings(output_processor: Any) -> bool:
 
 
 # -- V2's model runner -----------------------------------------------------------------------------------------------
+
+
+def is_v2_old() -> bool:
+    """Whether V2 lacks three things that it has from 0.31 on. With 0.31 as the oldest version, this can go.
+
+    It cuts no drafts of ours: attention kernels cannot be asked whether they allow it. Our faces of model drafters do
+    not fit. And a streaming session ends an engine with drafts, whose scheduler asserts that there is a token to
+    schedule.
+    """
+    return is_before(0, 31)
 
 
 def captures_one_k() -> bool:
@@ -165,15 +158,6 @@ def drop_stale_output(scheduler: Any, scheduler_output: Any, model_runner_output
                 model_runner_output.sampled_token_ids[model_runner_output.req_id_to_index[req_id]] = []
 
 
-def cuts_drafts() -> bool:
-    """Whether V2 can cut our drafts on the device, as from 0.31 on.
-
-    From 0.28 on it cuts those of models; what attention kernels can do, it asks them from 0.31 on. With 0.31 as the
-    oldest version, this can go.
-    """
-    return not is_before(0, 31)
-
-
 def verifies_adaptively(speculative_config: Any) -> bool:
     """Whether drafts are cut on the device. With 0.28 as the oldest version, read the attribute."""
     return getattr(speculative_config, "enable_adaptive_verification", False)
@@ -182,16 +166,6 @@ def verifies_adaptively(speculative_config: Any) -> bool:
 def adaptive_verification(runner: Any) -> Any:
     """What cuts a V2 runner's drafts on the device, or None. With 0.28 as the oldest version, read the attribute."""
     return getattr(runner, "adaptive_verification", None)
-
-
-def speculator_model() -> Any:
-    """The `model` of a speculator without one: an empty module.
-
-    Up to 0.27 communication buffers are prepared for it. With 0.28 as the oldest version, this can go.
-    """
-    import torch
-
-    return torch.nn.Module()
 
 
 def count_memory(runner: Any, num_bytes: int) -> None:
@@ -246,14 +220,6 @@ def limit_draft_graphs(speculator: Any, num_model_tokens: int) -> None:
 # -- V2's sampler ----------------------------------------------------------------------------------------------------
 
 
-def sampling_params_of(args: tuple[Any, ...]) -> Any:
-    """The `SamplingParams` among the arguments of `Sampler.add_request` after the slot.
-
-    Up to 0.30 the prompt's length comes before them. With 0.31 as the oldest version, name them in the signature.
-    """
-    return args[-1]
-
-
 def logits_processors_of(sampler: Any) -> Any:
     """V2's logits processors, among which may be a user's own from 0.31 on.
 
@@ -274,19 +240,23 @@ def apply_sampling_params(sampler: Any, logits: Any, batch: Any, position: Any) 
         batch: vLLM's `InputBatch`.
         position: int64 [N], the input position of each row.
     """
-    accepted = inspect.signature(sampler.apply_sampling_params).parameters
-    if "idx_mapping" not in accepted:
-        logits = logits.float().clone()
-    values = {
-        "expanded_idx_mapping": batch.expanded_idx_mapping,
-        "idx_mapping": batch.idx_mapping,
-        "idx_mapping_np": batch.idx_mapping_np,
-        "pos": position,
-        "input_ids": batch.input_ids[batch.logits_indices],
-        "expanded_local_pos": batch.expanded_local_pos,
-        "seq_lens_upper_bound_np": batch.seq_lens_cpu_upper_bound.numpy(),
-    }
-    return sampler.apply_sampling_params(logits, **{name: values[name] for name in values if name in accepted})
+    more = {"idx_mapping": batch.idx_mapping, "seq_lens_upper_bound_np": batch.seq_lens_cpu_upper_bound.numpy()}
+    if is_before(0, 31):
+        del more["seq_lens_upper_bound_np"]
+    if is_before(0, 28):
+        import torch
+
+        del more["idx_mapping"]
+        logits = logits.to(torch.float32, copy=True)
+    return sampler.apply_sampling_params(
+        logits,
+        expanded_idx_mapping=batch.expanded_idx_mapping,
+        idx_mapping_np=batch.idx_mapping_np,
+        pos=position,
+        input_ids=batch.input_ids[batch.logits_indices],
+        expanded_local_pos=batch.expanded_local_pos,
+        **more,
+    )
 
 
 def mend_bad_words(sampler: Any) -> None:

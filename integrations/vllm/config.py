@@ -266,7 +266,7 @@ def refuse_model_drafter(vllm_config: Any) -> None:
     import vllm
 
     found = f"this is {vllm.__version__}"
-    if not compat.lacks_model_drafters():
+    if not compat.is_v2_old():
         if vllm_config.use_v2_model_runner:
             return
         found = f"this engine has V1 ({getattr(vllm_config.speculative_config, RUNNER_REASON)})"

@@ -466,7 +466,7 @@ class SamplerFace:
 
     def add_request(self, req_idx: int, *args: Any) -> Any:
         """As vLLM's `Sampler`; raises like `EngineV2.add_request`."""
-        self._engine.add_request(req_idx, compat.sampling_params_of(args))
+        self._engine.add_request(req_idx, args[-1])
         return self.inner.add_request(req_idx, *args)
 
     def __call__(
@@ -483,7 +483,7 @@ class SpeculatorFace(BaseSpeculator):
     draft_logits = None
 
     def __init__(self, vllm_config: Any) -> None:
-        self.model = compat.speculator_model()
+        self.model = torch.nn.Module()
         self.enable_adaptive_verification = compat.verifies_adaptively(vllm_config.speculative_config)
 
     def attach(self, engine: EngineV2) -> None:

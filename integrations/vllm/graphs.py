@@ -67,7 +67,7 @@ def add_graphs(vllm_config: Any, set_sizes: Callable[[], None]) -> str | None:
     width = 1 + max(k for _, _, k in ranges)
     most, max_step_tokens = most_tokens(scheduler.max_num_seqs, ranges), scheduler.max_num_batched_tokens
     largest, most_of_one = most, width
-    may_cut = hasattr(speculative, OUR_SCHEDULE) and compat.cuts_drafts()  # see `adaptive.py`
+    may_cut = hasattr(speculative, OUR_SCHEDULE) and not compat.is_v2_old()  # see `adaptive.py`
     if may_cut and vllm_config.lora_config is None and not is_a100():
         most_of_one = 1 + speculative.num_speculative_tokens
         whole = min(scheduler.max_num_seqs, MOST_CUT_REQUESTS) * most_of_one

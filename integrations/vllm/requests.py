@@ -117,7 +117,7 @@ class FrontEnd:
     def __init__(self, vllm_config: Any, config: RolloutSpecConfig) -> None:
         self._config = config
         self._is_v1 = not vllm_config.use_v2_model_runner
-        self._lacks_sessions = compat.lacks_sessions() and config.speculation and not self._is_v1
+        self._lacks_sessions = compat.is_v2_old() and config.speculation and not self._is_v1
         parallel, seed = vllm_config.parallel_config, vllm_config.model_config.seed
         if repeats_seeds(vllm_config) or parallel.distributed_executor_backend == "external_launcher":
             self._key = f"{seed}/{parallel.data_parallel_rank}/{parallel._api_process_rank}"

@@ -30,7 +30,7 @@ GAP = 1e-3
 IS_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 """Whether engines in this process have vLLM's V2 model runner."""
 
-V2_OF_0_31 = IS_V2 and not compat.is_before(0, 31)
+V2_OF_0_31 = IS_V2 and not compat.is_v2_old()
 """Whether V2 cuts our drafts on the device, lets a model draft beside history, and has our noise without us."""
 
 MIXES_MASKS = not IS_V2 and vllm.__version_tuple__[:2] < (0, 31)

@@ -19,6 +19,6 @@ if IS_V2:
 
     if compat.is_before(0, 27):
         let_grammars_work()
-    if compat.is_before(0, 31):  # drafts are not cut, no model drafts beside history, and there are no own processors
+    if compat.is_v2_old():  # drafts are not cut, no model drafts beside history, and there are no own processors
         lacking = ("adaptive", "model_drafters", "drafter_weights", "own_processors")
         collect_ignore_glob = [f"test_{name}_v2.py" for name in lacking]

@@ -72,7 +72,7 @@ OLD = "beside history in the V2 model runner of vLLM 0.31 or newer, and this is 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [({}, OLD), ({"drafter": "history"}, OLD)]
-    if compat.lacks_model_drafters()
+    if compat.is_v2_old()
     else [
         ({"rejection_sample_method": "block"}, "rejection_sample_method"),
         ({"drafter": "history"}, "drafter='history' is on the host and needs vLLM's V1"),

@@ -287,7 +287,7 @@ def test_a_session_goes_on_with_its_new_parameters(engines, off, name):
     chunks += [([3, 5], SamplingParams(seed=2, max_tokens=12, min_p=0.9, ignore_eos=True))]
     chunks += [([6], SamplingParams(seed=3, max_tokens=12, temperature=1.3, ignore_eos=True))]
     prompts, said = [], []
-    if IS_V2 and compat.lacks_sessions() and name != "nothing":
+    if IS_V2 and compat.is_v2_old() and name != "nothing":
         with pytest.raises(ValueError, match="streaming sessions .* install vLLM 0.31, take V1 .*, or set spec"):
             engine.input_processor.process_inputs(
                 "s", {"prompt_token_ids": [4]}, SamplingParams(), supported_tasks=tasks, resumable=True

@@ -11,10 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import vllm
-
 from rollout_spec import cli, engine_kwargs
-from rollout_spec.integrations.vllm.compat import is_v2_too_old
 from tests.conftest import wait_until
 from tests.integrations.engines import RESIDENT, build, every_draft, generate, mixed_params, own_processes
 from tests.integrations.server import PROMPT, Server
@@ -141,7 +138,6 @@ def test_two_engines_draft_and_only_seeds_make_copies(tiny_model, tmp_path):
         server.stop()
 
 
-@pytest.mark.skipif(is_v2_too_old(vllm.__version_tuple__), reason="no V2 runner")
 def test_two_engines_in_v2_draft_equally_many_tokens(tiny_model, tmp_path):
     """In every step, as engines of a mixture of experts wait for each other; kernels are emulated."""
     root = Path(__file__).parents[3]

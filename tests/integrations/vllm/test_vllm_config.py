@@ -149,16 +149,6 @@ def test_options_of_vllms_sampler_alone(name):
         check_engine(vllm_config, RolloutSpecConfig(speculation=False))
 
 
-@pytest.mark.parametrize(("version", "is_too_old"), [((0, 26, 0), True), ((0, 30, 1), True), ((0, 31, 0), False)])
-def test_v2_is_used_from_0_31_on(tiny_model, monkeypatch, version, is_too_old):
-    """Before, vLLM chooses V1 by itself."""
-    asking, plain = configuration(tiny_model, **engine_kwargs(speculation=False)), configuration(tiny_model)
-    monkeypatch.setattr(vllm, "__version_tuple__", version)
-    reasons = ["rollout_spec before vLLM 0.31"] if is_too_old else []
-    assert hooks.v2_unsupported_features(lambda self: [], asking) == reasons
-    assert hooks.v2_unsupported_features(lambda self: [], plain) == []
-
-
 # -- models with recurrent layers; their rollouts are in `tests/recurrent` -------------------------------------------
 
 
