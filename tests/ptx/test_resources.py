@@ -7,6 +7,7 @@ import json
 import pytest
 
 pytest.importorskip("triton")
+pytest.importorskip("vllm.v1.worker.gpu.spec_decode.adaptive_verification", reason="it has one of the kernels")
 
 import triton
 
