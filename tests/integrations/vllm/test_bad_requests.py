@@ -150,7 +150,7 @@ def test_seeds_that_follow_from_the_engines_are_repeated_and_are_no_copies(launc
         prepare, given = FrontEnd(engine, RolloutSpecConfig()).prepare, []
         for _ in range(3):
             given.append(SamplingParams())
-            prepare(SimpleNamespace(sampling_params=given[-1], cache_salt=None))
+            prepare(SimpleNamespace(sampling_params=given[-1], cache_salt=None, resumable=False))
         return [params.seed for params in given]
 
     different = [seed for front_end in range(2) for engine_seed in (3, 4) for seed in seeds(front_end, engine_seed)]
@@ -164,7 +164,8 @@ def test_what_the_caller_gave_stays_as_it_is():
     engine = SimpleNamespace(use_v2_model_runner=True, parallel_config=parallel, model_config=SimpleNamespace(seed=0))
     given = {"rollout_spec_problem_id": 7, "other": [1]}
     params = SamplingParams(extra_args=given)
-    FrontEnd(engine, RolloutSpecConfig()).prepare(SimpleNamespace(sampling_params=params, cache_salt="tenant"))
+    request = SimpleNamespace(sampling_params=params, cache_salt="tenant", resumable=False)
+    FrontEnd(engine, RolloutSpecConfig()).prepare(request)
     assert given == {"rollout_spec_problem_id": 7, "other": [1]}
     assert request_options(params.extra_args).own_only
     assert params.extra_args["other"] == [1]
