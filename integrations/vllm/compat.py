@@ -217,6 +217,14 @@ def limit_draft_graphs(speculator: Any, num_model_tokens: int) -> None:
         manager.vllm_config.speculative_config.num_speculative_tokens = num_model_tokens
 
 
+def padding_of(batch: Any) -> dict[str, Any]:
+    """The argument of `set_forward_context` that says which tokens of a batch are padding, from 0.25 on.
+
+    With 0.25 as the oldest version, pass `batch.is_padding`.
+    """
+    return {"is_padding": batch.is_padding} if hasattr(batch, "is_padding") else {}
+
+
 # -- V2's sampler ----------------------------------------------------------------------------------------------------
 
 

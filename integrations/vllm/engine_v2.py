@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from rollout_spec.integrations.vllm.config import say
 from rollout_spec.integrations.vllm.device import DeviceSession
 from rollout_spec.integrations.vllm.draft_table import WRITTEN, DraftTable
 from rollout_spec.integrations.vllm.engine import Engine
+from rollout_spec.integrations.vllm.further_passes import Repetition, why_not
 from rollout_spec.integrations.vllm.outputs import PassBuffer, StepBuffer, StepBuffers
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.sampling import Asked, AskedOfSlots, keep_broken, require_seed, scored_tokens
@@ -40,9 +41,6 @@ from rollout_spec.transfers import runs_later
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, VerifyResult
 from rollout_spec.verify import kernel
 from rollout_spec.verify.reference import Layout, scaled
-
-if TYPE_CHECKING:
-    from rollout_spec.integrations.vllm.further_passes import Repetition
 
 
 class EngineV2(Engine):
@@ -280,7 +278,7 @@ class EngineV2(Engine):
         Decides how many forward passes a step may have.
         """
         runner, most = self._runner, self.config.sub_steps or AUTO_SUB_STEPS
-        reason = self._why_one_pass() if most > 1 else None
+        reason = why_not(runner) if most > 1 else None
         self.most_passes = 1 if reason else most
         if reason and self.config.sub_steps and runner.vllm_config.parallel_config.rank == 0:
             say(f"rollout_spec: sub_steps={most} has no effect, as steps have one forward pass with {reason}")
@@ -294,14 +292,6 @@ class EngineV2(Engine):
         runner.adaptive_verification, self.confidences = manager, manager.confidences
         if runs_later(runner.device):
             self.time_the_host()
-
-    def _why_one_pass(self) -> str | None:
-        """What keeps steps to one forward pass; None: nothing."""
-        if compat.is_before(0, 28):  # whose runner has other parts
-            return "vLLM before 0.28"
-        from rollout_spec.integrations.vllm.further_passes import why_not
-
-        return why_not(self._runner)
 
     def time_the_host(self) -> None:
         """Tell `Cutting` when forward passes are launched."""
@@ -363,8 +353,6 @@ class EngineV2(Engine):
         keeps = self.wants_features and not self.warming_up and state is not None
         self._hidden = state.hidden_states if keeps else None
         if self._num_passes > 1:
-            from rollout_spec.integrations.vllm.further_passes import Repetition
-
             width = next(iter(self.scheduled.num_scheduled_tokens.values()))
             self._repetition = Repetition(self._runner, state, width, self._num_passes)
 

@@ -16,8 +16,8 @@ from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens, prepare_pos_seq_lens
 from vllm.v1.worker.gpu.lora_utils import get_num_active_loras_for_dispatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
-from vllm.v1.worker.utils import get_uniform_decode_token_count
 
+from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.config import has_model_drafter
 
 
@@ -45,8 +45,8 @@ def why_not(runner: Any) -> str | None:
         "routed experts": getattr(runner, "aux_output_connector", None),
         "a model with state besides the KV cache": type(runner.model_state) is not DefaultModelState,
         "a model drafter": has_model_drafter(config),
-        "inputs that are embeddings": runner.uses_inputs_embeds,
-        "attention of its own kind": runner.model_config.rswa_window is not None
+        "inputs that are embeddings": getattr(runner, "uses_inputs_embeds", runner.supports_mm_inputs),
+        "attention of its own kind": getattr(runner.model_config, "rswa_window", None) is not None
         or any(getattr(runner, part, None) is not None for part in parts),
     }
     return next((reason for reason, is_so in reasons.items() if is_so), None)
@@ -70,12 +70,13 @@ class Repetition:
         longest[: batch.num_reqs] += (most - 1) * width
         batch.seq_lens_cpu_upper_bound = longest
         self._tables = tuple(table[: batch.num_reqs_after_padding] for table in runner.block_tables.input_block_tables)
-        uniform = get_uniform_decode_token_count(batch.num_reqs, batch.num_tokens, width, decode_graph_eligible=True)
+        uniform = width if batch.num_tokens == batch.num_reqs * width else None  # drafts may have been cut
         num_loras = 0
         if runner.lora_config:
             num_loras = get_num_active_loras_for_dispatch(runner.lora_config, runner.lora_state, batch.req_ids, False)
+        of_width = {} if compat.is_before(0, 28) else {"max_query_len": width}  # whose graphs may be of any lengths
         self._graph = runner.cudagraph_manager.dispatch(
-            batch.num_reqs, batch.num_tokens, uniform, num_active_loras=num_loras, max_query_len=width
+            batch.num_reqs, batch.num_tokens, uniform, num_active_loras=num_loras, **of_width
         )
         assert max(batch.num_tokens, self._graph.num_tokens) == batch.num_tokens_after_padding, "another graph"
 
@@ -128,7 +129,7 @@ class Repetition:
             cudagraph_runtime_mode=self._graph.cg_mode,
             batch_descriptor=descriptor,
             slot_mapping=self._slots,
-            is_padding=batch.is_padding,
+            **compat.padding_of(batch),
         ):
             if self._graph.cg_mode == CUDAGraphMode.PIECEWISE:
                 return runner.cudagraph_manager.run_pw_graph(runner.model, inputs)
