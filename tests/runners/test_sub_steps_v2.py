@@ -32,6 +32,8 @@ from tests.integrations.engines import (
     stats_of,
     switching_off_and_on,
 )
+from tests.integrations.vllm.test_h100 import ROOT
+from tests.integrations.vllm.test_tensor_parallel import two_ranks
 from tests.runners.adaptive import always_draft, as_on_a_gpu, rising, schedule_of, set_costs
 
 pytestmark = pytest.mark.engine
@@ -330,3 +332,20 @@ def test_what_keeps_steps_to_one_pass(engine, same, name):
     assert llm.collective_rpc("rollout_spec", args=("report",))[0]["most_passes"] == 1
     same(llm, mixed_params(4, 1, max_tokens=10), rounds=1)
     assert set(engine.passes) == {1}
+
+
+@pytest.mark.exhaustive
+def test_two_ranks_run_the_same_passes(engine, off, reference_model, tiny_model, monkeypatch):
+    """Workers that are other processes than the scheduler's."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT / "tests" / "gpu_stand_in"), str(ROOT))))
+    ours = engine_kwargs(num_speculative_tokens=engine.k, budget=False, **{**DEVICE, "sub_steps": engine.n})
+    params = mixed_params(8, 6, max_tokens=30, ignore_eos=True)
+    prompts = prompts_of(params)
+    with two_ranks(tiny_model, max_num_seqs=8, **ours) as llm:
+        for _ in range(2):
+            found = generate(llm, params, prompts)
+            assert_same(found, generate(off, params, prompts), prompts, params, reference_model)
+        first, second = llm.collective_rpc("rollout_spec", args=("report",))
+    assert first["most_passes"] == second["most_passes"] == engine.n
+    assert first["sources"] == second["sources"]
+    assert first["stats"]["accepted_tokens"] > 0
