@@ -256,10 +256,11 @@ def test_statistics_count_passes(engine, same):
     same(llm, params)
     stats = stats_of(llm)
     assert sum(engine.passes.values()) < stats["steps"] <= sum(n * count for n, count in engine.passes.items())
-    drafted, accepted, _ = (list(column) for column in zip(*told, strict=True))
-    assert 0 < sum(map(np.sum, drafted)) <= stats["draft_tokens"]
-    assert 0 < sum(map(np.sum, accepted)) <= stats["accepted_tokens"]
-    assert max(map(np.max, accepted)) <= engine.k
+    assert told or engine.n > 4, "of long steps there are too few alike"
+    drafted, accepted = (sum(int(np.sum(of_pass[i])) for of_pass in told) for i in range(2))
+    assert bool(told) <= drafted <= stats["draft_tokens"]
+    assert bool(told) <= accepted <= stats["accepted_tokens"]
+    assert all(of_pass[1].max() <= engine.k for of_pass in told)
     assert drafts == wanted, "each pass drafts for the next one, the last for the next step"
     assert any(len(of_step) > 1 and of_step[0] != of_step[-1] for of_step in wanted)
     # Requests that have ended are counted by us alone.
