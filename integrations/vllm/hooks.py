@@ -199,17 +199,17 @@ def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: A
     """Ask the workers, once they are ready, what they can do. The scheduler is made after that."""
     result = original(self, vllm_config)
     config = config_of(vllm_config)
-    if config is not None and config.speculation:
+    if config is not None and config.drafts_on_device:
         from rollout_spec.integrations.vllm.adaptive import decide_schedule
 
         reports = self.model_executor.collective_rpc("rollout_spec", args=("report",))
         most_passes = min(report["most_passes"] for report in reports)
         object.__setattr__(vllm_config.speculative_config, PASSES, (most_passes, config.sub_steps))
         if most_passes > 1:
-            number = (
-                f"up to {most_passes} forward passes" if config.sub_steps is None else f"{most_passes} forward passes"
+            most = "up to " * (config.sub_steps is None)
+            say(
+                f"rollout_spec: {most}{most_passes} forward passes per step of the scheduler where a batch only decodes"
             )
-            say(f"rollout_spec: {number} per step of the scheduler where a batch only decodes")
         decide_schedule(vllm_config, reports)
     return result
 
