@@ -103,8 +103,8 @@ def cuts_at_stop_strings(output_processor: Any) -> bool:
 def is_v2_old() -> bool:
     """Whether V2 lacks three things that it has from 0.31 on. With 0.31 as the oldest version, this can go.
 
-    It cuts no drafts of ours: attention kernels cannot be asked whether they allow it. Our faces of model drafters do
-    not fit. And a streaming session ends an engine with drafts, whose scheduler asserts that there is a token to
+    It cuts no drafts of ours, as no attention kernel says whether it allows that. `hybrid.py` is written for 0.31's
+    speculators. And a streaming session ends an engine with drafts, whose scheduler asserts that there is a token to
     schedule.
     """
     return is_before(0, 31)
@@ -156,6 +156,24 @@ def drop_stale_output(scheduler: Any, scheduler_output: Any, model_runner_output
             request.async_tokens_to_discard = 0
             if model_runner_output.sampled_token_ids:
                 model_runner_output.sampled_token_ids[model_runner_output.req_id_to_index[req_id]] = []
+
+
+def keep_windows(scheduler: Any) -> None:
+    """Let a scheduler keep the blocks of a sliding window that tokens may read whose drafts are rejected.
+
+    Up to 0.25 vLLM takes drafts on their way for accepted, and gives away blocks that lie before the window then. With
+    0.26 as the oldest version, this can go.
+    """
+    if not is_before(0, 26):
+        return
+    coordinator = scheduler.kv_cache_manager.coordinator
+    remove = coordinator.remove_skipped_blocks
+
+    def remove_skipped_blocks(req_id: str, num_computed_tokens: int, *args: Any) -> None:
+        on_their_way = scheduler.requests[req_id].num_output_placeholders
+        remove(req_id, max(0, num_computed_tokens - on_their_way), *args)
+
+    coordinator.remove_skipped_blocks = remove_skipped_blocks
 
 
 def verifies_adaptively(speculative_config: Any) -> bool:

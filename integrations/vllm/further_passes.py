@@ -42,7 +42,8 @@ def why_not(runner: Any) -> str | None:
         "a cache whose new blocks are zeroed": getattr(runner.kv_cache_config, "needs_kv_cache_zeroing", False),
         "metrics of speculation by request": observability != "none",
         "VLLM_COMPUTE_NANS_IN_LOGITS": envs.VLLM_COMPUTE_NANS_IN_LOGITS,
-        "routed experts": getattr(runner, "aux_output_connector", None),
+        "routed experts": getattr(runner, "aux_output_connector", None)
+        or getattr(config.model_config, "enable_return_routed_experts", False),  # up to 0.30
         "a model with state besides the KV cache": type(runner.model_state) is not DefaultModelState,
         "a model drafter": has_model_drafter(config),
         "inputs that are embeddings": getattr(runner, "uses_inputs_embeds", runner.supports_mm_inputs),

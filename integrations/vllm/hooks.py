@@ -99,6 +99,8 @@ def _with_affordable_drafts(vllm_config: Any, config: RolloutSpecConfig) -> Roll
     """
     speculative, is_alone = vllm_config.speculative_config, vllm_config.parallel_config.data_parallel_size == 1
     is_on_device = config.drafts_on_device and vllm_config.use_v2_model_runner and not has_model_drafter(vllm_config)
+    if is_on_device and not is_alone:
+        speculative.num_speculative_tokens_per_batch_size = None
     if not (is_on_device and config.budget):
         return config
     if is_alone and speculative.num_speculative_tokens_per_batch_size is not None:
@@ -110,7 +112,7 @@ def _with_affordable_drafts(vllm_config: Any, config: RolloutSpecConfig) -> Roll
         object.__setattr__(speculative, OUR_SCHEDULE, True)
         return config
     max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-    k, speculative.num_speculative_tokens_per_batch_size = step_sizes.one_k(ranges, max_num_seqs), None
+    k = step_sizes.one_k(ranges, max_num_seqs)
     say(
         f"rollout_spec: {k} draft token{'s' * (k > 1)} for every request, as data-parallel engines need one K: what "
         f"pays by simulation with max_num_seqs={max_num_seqs}; budget=False drafts {config.max_draft_tokens}"
@@ -223,6 +225,8 @@ def init_scheduler(original: Callable[..., None], self: Any, *args: Any, **kwarg
     original(self, *args, **kwargs)
     self.rollout_spec = None
     speculative = self.vllm_config.speculative_config
+    if is_ours(speculative):
+        compat.keep_windows(self)
     most_passes, sub_steps = getattr(speculative, PASSES, (0, None))
     if not most_passes or not self.vllm_config.scheduler_config.async_scheduling:
         return

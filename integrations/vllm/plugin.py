@@ -28,10 +28,12 @@ class Hook(NamedTuple):
     """Takes the original, and then the original's arguments."""
     since: tuple[int, int] = compat.OLDEST_VERSION
     """The oldest vLLM in which it is needed."""
+    until: tuple[int, int] | None = None
+    """The first one in which it no longer is."""
 
     def apply(self, module: Any) -> None:
         """Replace the original. Raises AttributeError if there is none, and TypeError if it cannot be replaced."""
-        if compat.is_before(*self.since):
+        if compat.is_before(*self.since) or (self.until is not None and not compat.is_before(*self.until)):
             return
         owner = module if self.owner is None else getattr(module, self.owner)
         setattr(owner, self.name, _wrapped(getattr(owner, self.name), self.function))
@@ -60,7 +62,7 @@ HOOKS = (
     Hook(*_config, "__post_init__", hooks.complete_config),
     Hook(*_config, "_set_cudagraph_sizes", hooks.set_cudagraph_sizes),
     Hook(*_config, "_get_v2_model_runner_unsupported_features", hooks.v2_unsupported_features),
-    Hook(*_config, "_maybe_override_dynamic_sd_cudagraph_mode", hooks.override_cudagraph_mode),
+    Hook(*_config, "_maybe_override_dynamic_sd_cudagraph_mode", hooks.override_cudagraph_mode, until=(0, 25)),
     Hook("vllm.sampling_params", "SamplingParams", "_validate_spec_decode", hooks.validate_sampling_params),
     Hook(*_inputs, "__init__", hooks.init_input_processor),
     Hook(*_inputs, "process_inputs", hooks.process_inputs),

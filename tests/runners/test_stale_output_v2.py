@@ -10,7 +10,7 @@ import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -20,16 +20,17 @@ from tests.integrations.engines import DEVICE, verify_all
 
 pytestmark = pytest.mark.engine
 
-LENGTH, BLOCK = 60, 16
+LENGTH, BLOCK, WINDOW = 60, 16, 32
+SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+FULL = FullAttentionSpec(**SHAPE)
 
 
-def make_scheduler(model, num_blocks):
+def make_scheduler(model, num_blocks, layer=FULL):
     config = EngineArgs(
         model=str(model), dtype="float32", enforce_eager=True, max_num_seqs=8, max_num_batched_tokens=64,
         block_size=BLOCK, enable_prefix_caching=False, **verify_all(num_speculative_tokens=3, **DEVICE),
     ).create_engine_config()  # fmt: skip
     config.cache_config.num_gpu_blocks = num_blocks
-    layer = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
     cache = KVCacheConfig(num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], layer)])
     structured = StructuredOutputManager(config)
     scheduler = AsyncScheduler(config, cache, structured, block_size=BLOCK, hash_block_size=BLOCK, log_stats=False)
@@ -110,3 +111,22 @@ def test_vllm_alone_loses_some(tiny_model):
         except AssertionError:  # of 0.24, which also counts rejected drafts of the step that it drops
             num_wrong += 1
     assert num_wrong > 5
+
+
+def test_a_window_keeps_the_blocks_that_it_reads(tiny_model, monkeypatch):
+    """Drafts on their way may be rejected: then the next step's window begins earlier."""
+    scheduler = make_scheduler(tiny_model, 400, SlidingWindowSpec(sliding_window=WINDOW, **SHAPE))
+    (group,), run, num_read = scheduler.kv_cache_manager.coordinator.single_type_managers, Worker.run, []
+
+    def run_and_look(worker, scheduled):
+        for req_id in scheduled.scheduled_cached_reqs.req_ids:
+            known = worker._texts[req_id][1]
+            blocks = group.req_to_blocks[req_id][max(0, known - WINDOW + 1) // BLOCK : known // BLOCK]
+            assert not any(block.is_null for block in blocks), "given away"
+            num_read.append(len(blocks))
+        return run(worker, scheduled)
+
+    monkeypatch.setattr(Worker, "run", run_and_look)
+    for seed in range(4):
+        assert live(scheduler, scheduler.update_from_output, seed, resets=False)[0] == 0
+    assert max(num_read) >= WINDOW // BLOCK
