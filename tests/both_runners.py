@@ -2,7 +2,7 @@
 
     python tests/both_runners.py [options of pytest]
 
-On two cores, three processes run tests: some tests wait.
+On two cores, four processes run tests: some tests wait.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(*options: str) -> int:
     environment = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1"}
     with LOG.open("w") as output:
         v1 = start(2, *options)
-        v2 = start(1, *options, "tests/runners", env=environment, stdout=output, stderr=subprocess.STDOUT)
+        v2 = start(2, *options, "tests/runners", env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
             failed = [run for run in (v1, v2) if run.wait()]
         except KeyboardInterrupt:  # which both have got, too

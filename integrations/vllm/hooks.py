@@ -225,11 +225,10 @@ def init_scheduler(original: Callable[..., None], self: Any, *args: Any, **kwarg
     original(self, *args, **kwargs)
     self.rollout_spec = None
     speculative = self.vllm_config.speculative_config
-    if is_ours(speculative):
-        compat.keep_windows(self)
     most_passes, sub_steps = getattr(speculative, PASSES, (0, None))
     if not most_passes or not self.vllm_config.scheduler_config.async_scheduling:
         return
+    compat.keep_windows(self)
     parallel = self.vllm_config.parallel_config
     has_peers = parallel.tensor_parallel_size > 1 and parallel.distributed_executor_backend == "external_launcher"
     is_measured = hasattr(speculative, OUR_SCHEDULE) and not has_peers

@@ -16,6 +16,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from rollout_spec.integrations.vllm import compat
+from rollout_spec.integrations.vllm.config import PASSES
 from tests.integrations.engines import DEVICE, verify_all
 
 pytestmark = pytest.mark.engine
@@ -31,6 +32,7 @@ def make_scheduler(model, num_blocks, layer=FULL):
         block_size=BLOCK, enable_prefix_caching=False, **verify_all(num_speculative_tokens=3, **DEVICE),
     ).create_engine_config()  # fmt: skip
     config.cache_config.num_gpu_blocks = num_blocks
+    object.__setattr__(config.speculative_config, PASSES, (1, None))  # as the engine's core does
     cache = KVCacheConfig(num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], layer)])
     structured = StructuredOutputManager(config)
     scheduler = AsyncScheduler(config, cache, structured, block_size=BLOCK, hash_block_size=BLOCK, log_stats=False)
