@@ -1,11 +1,11 @@
 """The supported versions of vLLM, and one function for each difference between them.
 
-Each function names the versions concerned, and the oldest supported version with which it can be removed. Three more
-differences need none: `init_speculator` also gets the runner's request states, and a rejection sampler also
-`invalid_drafts`, from 0.32 on, which our signatures take; and `vllm.triton_utils.dispatcher`, the module that
-`survive_lazy_modules` changes, exists from 0.31 on. Nor do these: `Sampler.add_request` gets the prompt's length up to
-0.30, a speculator has a `model` up to 0.27, and its `capture` an argument up to 0.25. V2's own noise equals ours from
-0.31 on; before, ours replaces it, with and without speculation.
+Each function names the versions concerned, and the oldest supported version with which it can be removed. Other
+differences need no function, as our signatures take all of them: from 0.32 on `init_speculator` also gets the runner's
+request states, and a rejection sampler `invalid_drafts`; up to 0.30 `Sampler.add_request` gets the prompt's length; up
+to 0.27 a speculator has a `model`, and up to 0.25 its `capture` an argument. `vllm.triton_utils.dispatcher`, the module
+that `survive_lazy_modules` changes, exists from 0.31 on. V2's own noise equals ours from 0.31 on; before, ours replaces
+it, with and without speculation.
 
 This module imports neither vLLM nor torch: the plugin is loaded in every process of every engine.
 """
@@ -233,6 +233,14 @@ def limit_draft_graphs(speculator: Any, num_model_tokens: int) -> None:
         manager.vllm_config = copy.copy(manager.vllm_config)
         manager.vllm_config.speculative_config = copy.copy(manager.vllm_config.speculative_config)
         manager.vllm_config.speculative_config.num_speculative_tokens = num_model_tokens
+
+
+def longest_query(width: int) -> dict[str, int]:
+    """The argument of `CudaGraphManager.dispatch` for graphs whose requests have several lengths, from 0.28 on.
+
+    With 0.28 as the oldest version, pass `max_query_len`.
+    """
+    return {} if is_before(0, 28) else {"max_query_len": width}
 
 
 def padding_of(batch: Any) -> dict[str, Any]:

@@ -75,9 +75,8 @@ class Repetition:
         num_loras = 0
         if runner.lora_config:
             num_loras = get_num_active_loras_for_dispatch(runner.lora_config, runner.lora_state, batch.req_ids, False)
-        of_width = {} if compat.is_before(0, 28) else {"max_query_len": width}  # whose graphs may be of any lengths
         self._graph = runner.cudagraph_manager.dispatch(
-            batch.num_reqs, batch.num_tokens, uniform, num_active_loras=num_loras, **of_width
+            batch.num_reqs, batch.num_tokens, uniform, num_active_loras=num_loras, **compat.longest_query(width)
         )
         assert max(batch.num_tokens, self._graph.num_tokens) == batch.num_tokens_after_padding, "another graph"
 

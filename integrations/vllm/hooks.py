@@ -248,10 +248,11 @@ def collective_rpc(
 
     vLLM calls this for the commands of every engine, also before there is a scheduler.
     """
+    results = original(self, method, timeout, args, kwargs)
     steps = getattr(getattr(self, "scheduler", None), "rollout_spec", None)
     if method == "rollout_spec" and list(args[:1]) == ["set_enabled"] and steps is not None:
-        steps.set_enabled(*args[1:])
-    return original(self, method, timeout, args, kwargs)
+        steps.set_enabled(*args[1:])  # which the workers have checked
+    return results
 
 
 def update_after_schedule(original: Callable[..., None], self: Any, scheduler_output: Any) -> None:
