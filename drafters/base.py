@@ -165,7 +165,7 @@ class _OneByOne:
         rows, batch_rows = sampled.rows, sampled.batch_rows
         starts = self.table.arrays.num_tokens[rows] - sampled.first[batch_rows]
         limits = np.empty(rows.size, np.int64)
-        *counts, _, _ = step.learn(self.table.reference, None, options, sampled, None, limits)
+        counts = step.learn(self.table.reference, None, options, sampled, None, limits)
         ends = self.table.arrays.num_tokens[rows] - sampled.first[batch_rows]
         for row, batch_row, start, end in zip(rows.tolist(), batch_rows, starts, ends, strict=True):
             if start < end:

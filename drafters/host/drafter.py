@@ -53,8 +53,6 @@ from rollout_spec.jit import by_reference
 from rollout_spec.types import Draft, Int32Array
 
 IndexKind = Literal["suffix", "ngram"]
-MAX_PENDING = 1 << 16
-"""Most tokens that wait to be indexed while nothing is drafted; at most a sixteenth of `max_history_tokens`."""
 MAX_ADDED = 1 << 16
 """Add at most this many tokens that ended elsewhere before old ones are dropped: arrays grow, but never shrink."""
 MAX_DRAFT_TOKENS = 1 << 16
@@ -177,8 +175,7 @@ class HistoryDrafter:
         self._reference = by_reference(self._referenced)
         self._scratch = by_reference(new_scratch(max_draft_tokens))
         self._window = np.empty(WINDOW, np.int32)
-        # For `extend`, which knows no request's end; `propose` indexes its tokens first.
-        self._options = StepOptions(max_draft_tokens, UNLIMITED, False)
+        self._options = StepOptions(max_draft_tokens, UNLIMITED, True)  # for `extend`, which knows no request's end
         self._live: dict[str, _Request] = {}
         self._prompts: dict[tuple[int, int, int], _Prompt] = {}
         self._problems: dict[int, int] = {}  # number in the store by problem id
@@ -186,7 +183,6 @@ class HistoryDrafter:
         self.rollouts: RolloutStore[_Request] = RolloutStore()
         self._unindexed: list[NDArray[np.int64]] = []  # documents whose last tokens are not indexed yet
         self._num_unindexed = 0
-        self._max_pending = min(MAX_PENDING, max_history_tokens // 16)
 
     # -- the protocol ------------------------------------------------------------------------------------------------
 
@@ -252,9 +248,7 @@ class HistoryDrafter:
             np.array([0, tokens.size]),
             NO_FEATURES if features is None else features,
         )
-        self._learn(sampled, self._options)
-        if self._num_unindexed >= self._max_pending:
-            self._flush()
+        self.learn_step(sampled, None, self._options)
 
     def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
         if isinstance(req_ids, str) or not isinstance(req_ids, Sequence):
@@ -276,28 +270,23 @@ class HistoryDrafter:
         if targets is not None:
             text = np.empty(LOOKAHEAD_ORDER + self._max_draft_tokens, np.int32)
             step.remember_rejected(self.table.arrays, self._state(), sampled, targets, text)
-        learned = self._learn(sampled, options)
-        self._drop_oldest()
-        return learned
-
-    def _learn(self, sampled: Sampled, options: StepOptions) -> Learned:
         if sampled.features.size and self.wants_features:
             self._store.keep_features()
-        limits = np.empty(sampled.rows.size, np.int64)
-        for _ in range(2):
-            *counts, num_new, had_room = step.learn(
-                self.table.reference, self._state_by_reference(), options, sampled, self._window, limits
-            )
-            if had_room:
-                break
-            self._store.reserve(num_new // PAGE_TOKENS + sampled.rows.size)
-            if options.index_now:
-                self._reserve_index(num_new, self._store.num_tokens + num_new)
-        assert had_room, "what was reserved is not enough"
+        known, limits = self.table.arrays.num_tokens[sampled.rows], np.empty(sampled.rows.size, np.int64)
+        num_new = int(np.maximum(sampled.lengths[sampled.batch_rows] - known, 0).sum())
+        self._reserve(num_new, sampled.rows.size)
+        if options.index_now:
+            self._reserve_index(num_new, self._store.num_tokens + num_new)
+        counts = step.learn(self.table.reference, self._state_by_reference(), options, sampled, self._window, limits)
         if not options.index_now and num_new:
             self._unindexed.append(self.table.arrays.document[sampled.rows])
             self._num_unindexed += num_new
+        self._drop_oldest()
         return Learned(limits, *counts)
+
+    def _reserve(self, num_tokens: int, num_pieces: int) -> None:
+        """Make room for the text of `num_tokens` tokens in `num_pieces` pieces."""
+        self._store.reserve(num_tokens // PAGE_TOKENS + num_pieces)  # a piece takes at most one page more than it fills
 
     def _state(self) -> HistoryState:
         """All that is known, for compiled functions."""
@@ -474,8 +463,7 @@ class HistoryDrafter:
         """
         if features is not None and self.wants_features:
             self._store.keep_features()
-        # A piece takes at most one page more than its tokens fill.
-        self._store.reserve(tokens.size // PAGE_TOKENS + documents.size)
+        self._reserve(tokens.size, documents.size)
         append_batch(self._state(), documents, tokens, starts, NO_FEATURES if features is None else features)
         if is_indexed:
             self._unindexed.append(documents)

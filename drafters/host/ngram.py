@@ -44,12 +44,6 @@ def new_buckets(num_entries: float) -> NDArray[np.uint32]:
 
 
 @njit(allocates=False)
-def has_room(buckets, num_tokens):
-    """Whether the table is large enough for `num_tokens`."""
-    return buckets.size >= num_tokens * TABLE_ENTRIES_PER_TOKEN
-
-
-@njit(allocates=False)
 def hash_context(problem, text, end, order):
     """64-bit FNV-like hash of the last `order` tokens of text[:end] and the problem."""
     mixed = (np.uint64(problem + 1) << np.uint64(8)) ^ np.uint64(order)

@@ -18,20 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.budget import NUM_BINS, allocate
-from rollout_spec.drafters.host import lookahead, ngram, suffix, voting
+from rollout_spec.drafters.host import lookahead, voting
 from rollout_spec.drafters.host.constants import LOOKAHEAD, LOOKAHEAD_WEIGHT, MAX_DEPTH
 from rollout_spec.drafters.host.index import DrafterSettings, Index, append_features, gather, index_document
 from rollout_spec.drafters.host.lookahead import LOOKAHEAD_ORDER, Pool
-from rollout_spec.drafters.host.store import (
-    NUM_FREE_PAGES,
-    NUM_TOKENS,
-    PAGE_TOKENS,
-    PROBLEM,
-    TextArrays,
-    append_token,
-    last_position,
-    read_back,
-)
+from rollout_spec.drafters.host.store import PROBLEM, TextArrays, append_token, last_position, read_back
 from rollout_spec.drafters.host.voting import Calibration
 from rollout_spec.features import Features, no_features
 from rollout_spec.jit import njit
@@ -136,32 +127,14 @@ def _grade(drafts, calibration, row, tokens, first, size):
     drafts.lengths[row] = 0
 
 
-@njit(allocates=False)
-def _has_room(history, num_tokens, num_pieces, index_now):
-    """Whether `num_tokens` more in `num_pieces` pieces can be stored, and indexed at once if asked."""
-    store, index, settings = history.store, history.lookup, history.settings
-    # A piece takes at most one page more than its tokens fill.
-    if store.counts[NUM_FREE_PAGES] < num_tokens // PAGE_TOKENS + num_pieces:
-        return False
-    if not index_now:
-        return True
-    if not settings.use_tree:
-        return ngram.has_room(index.buckets, store.counts[NUM_TOKENS] + num_tokens)
-    has_shared = not settings.use_shared or suffix.has_room(store, index.shared, num_tokens)
-    return has_shared and suffix.has_room(store, index.tree, num_tokens)
-
-
 @njit
 def learn(requests, history, options, sampled, window, limits):
-    """Learn what a step sampled.
+    """Learn what a step sampled, for which the caller has made room. Returns what follows `Learned.limits`.
 
     Args:
         requests, history: By reference; history None: the drafter is of another kind.
         window: int32 [WINDOW], scratch.
         limits: int64 [B], filled: `Learned.limits`.
-
-    Returns:
-        (what follows `Learned.limits`; new tokens; whether there was space for them: if not, nothing was done).
     """
     if history is None:
         return _learn(requests.values, None, options, sampled, window, limits)
@@ -170,13 +143,7 @@ def learn(requests, history, options, sampled, window, limits):
 
 @njit(allocates=False)
 def _learn(requests, history, options, sampled, window, limits):
-    index_now = options.index_now
     rows, batch_rows = sampled.rows, sampled.batch_rows
-    total = 0
-    for i in range(rows.size):
-        total += max(sampled.lengths[batch_rows[i]] - requests.num_tokens[rows[i]], 0)
-    if history is not None and not _has_room(history, total, rows.size, index_now):
-        return 0, 0, 0, 0, 0.0, 0, total, False
     num_live = num_verified = num_sampled = num_emitted = num_right = 0
     expected = 0.0
     for i in range(rows.size):
@@ -200,7 +167,7 @@ def _learn(requests, history, options, sampled, window, limits):
                 position = append_token(history.store, document, tokens[first + j])
                 feature_row = sampled.starts[batch_row] + j - num_earlier if j >= num_earlier else -1
                 append_features(history.store, position, sampled.features, feature_row)
-            if index_now:
+            if options.index_now:
                 index_document(history, np.int64(document), window)
         requests.num_offered[row] = 0
         requests.num_tokens[row] += size
@@ -213,7 +180,7 @@ def _learn(requests, history, options, sampled, window, limits):
             to_come = requests.max_tokens[row] - requests.num_tokens[row] + requests.num_prompt_tokens[row]
             in_model = options.max_model_len - requests.num_tokens[row]
             limits[i] = max(min(options.max_draft_tokens, to_come - 1, in_model - 1), 0)
-    return num_live, num_verified, num_sampled, num_emitted, expected, num_right, total, True
+    return num_live, num_verified, num_sampled, num_emitted, expected, num_right
 
 
 @njit(allocates=False)

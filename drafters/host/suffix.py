@@ -76,13 +76,6 @@ def new_path() -> Path:
     return Path(*(np.empty(MAX_WALK, np.int32) for _ in Path._fields))
 
 
-@njit(allocates=False)
-def has_room(store, tree, num_new):
-    """Whether the tree has room for every position of the store and `num_new` more roots."""
-    is_large = (tree.counts[0] + tree.counts[1] + num_new) * 4 <= tree.roots.size * 3
-    return is_large and tree.children.shape[0] >= store.tokens.size
-
-
 def reserve(store: TextArrays, tree: Tree, num_new: int, *, is_shared: bool) -> Tree:
     """Make room for every position of the store and `num_new` more roots. Amortised O(1) per token."""
     size, old_size = store.tokens.size, tree.children.shape[0]
