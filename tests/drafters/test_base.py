@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -21,12 +22,9 @@ K = 4
 METHODS = ("start_request", "extend", "propose", "stop_request", "source_counts")
 
 
-class OneByOne:
+def one_by_one(drafter):
     """A drafter without the calls for batches."""
-
-    def __init__(self, drafter):
-        for name in METHODS:
-            setattr(self, name, getattr(drafter, name))
+    return SimpleNamespace(**{name: getattr(drafter, name) for name in METHODS})
 
 
 def drafting_with(drafter, **options):
@@ -79,7 +77,7 @@ def test_a_batch_is_as_one_by_one(name, seed):
     batched = build_drafter(name, max_draft_tokens=K)
     assert as_batch_drafter(batched, K) is batched
     drafts, counts = drive(batched, seed)
-    assert (drafts, counts) == drive(OneByOne(build_drafter(name, max_draft_tokens=K)), seed)
+    assert (drafts, counts) == drive(one_by_one(build_drafter(name, max_draft_tokens=K)), seed)
     assert any(tokens for tokens, _ in drafts)
     batched.check_integrity()
 
@@ -130,6 +128,7 @@ def test_a_rollout_can_end_before_its_last_tokens_are_indexed():
         drafting.learn(sampled(drafter.table, rows_of(drafting, [str(i)]), [range(40)]))
         drafter.stop_request(str(i))
         assert drafter._num_unindexed >= 40
+        assert drafter._store.num_used_pages <= 2 + 2 + 1, "what is bounded, what is live and the prompt"
         drafting.learn(sampled(drafter.table, [], []))
         assert drafter._num_unindexed == 0
         drafter.check_integrity()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 
-import numpy as np
 import pytest
 
 from rollout_spec.drafters import DRAFTERS, build_drafter, find_drafter, runs_on_device
@@ -13,19 +12,8 @@ from rollout_spec.drafters.host.drafter import HistoryDrafter
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the device drafter needs Triton")
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_drafters_by_name(name):
-    drafter = build_drafter(name, max_draft_tokens=2)
-    assert isinstance(drafter, HistoryDrafter)
-    assert find_drafter(name) is HistoryDrafter
-    drafter.start_request("a", [1, 2, 3, 4, 1, 2])
-    (draft,) = drafter.propose(["a"], np.full(1, 9, np.int32))
-    assert len(draft.token_ids) == len(draft.confidence) <= 2
-    assert drafter.memory_bytes() > 0
-    drafter.check_integrity()
-
-
-def test_options_override_what_the_name_implies():
+def test_names_stand_for_options_which_callers_override():
+    assert all(isinstance(build_drafter(name), HistoryDrafter) for name in DRAFTERS)
     assert build_drafter("history", shared=False)._settings.use_shared is False
     assert build_drafter("history")._settings.use_shared is True
 
