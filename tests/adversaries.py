@@ -81,18 +81,6 @@ class Silent(Adversary):
         return [Draft(np.zeros(0, np.int32), np.zeros(0, np.float32)) for _ in req_ids]
 
 
-class RaisesAfterSomeSteps(Adversary):
-    """`propose` raises from the sixth call on."""
-
-    calls = 0
-
-    def propose(self, req_ids, max_tokens):
-        self.calls += 1
-        if self.calls > 5:
-            raise ArithmeticError("a fault of the drafter's own")
-        return super().propose(req_ids, max_tokens)
-
-
 def _raise(result):
     raise ArithmeticError("a fault of the drafter's own")
 
@@ -193,13 +181,20 @@ class SlowOnTheSecondRank(Adversary):
         return super().propose(req_ids, max_tokens)
 
 
-class RaisesOnTheFirstRank(RaisesAfterSomeSteps):
-    """As `RaisesAfterSomeSteps`, on one tensor-parallel rank."""
+class RaisesOnTheFirstRank(Adversary):
+    """`propose` raises on one tensor-parallel rank from the sixth call on."""
 
-    rank = 0
+    rank = calls = 0
 
     def propose(self, req_ids, max_tokens):
-        return (super() if _rank() == self.rank else super(RaisesAfterSomeSteps, self)).propose(req_ids, max_tokens)
+        self.calls += 1
+        if self.calls > 5 and _rank() == self.rank:
+            raise ArithmeticError("a fault of the drafter's own")
+        return super().propose(req_ids, max_tokens)
+
+
+class RaisesOnTheSecondRank(RaisesOnTheFirstRank):
+    rank = 1
 
 
 class RaisesInTheExchangeOfHistory(HistoryDrafter):
@@ -219,9 +214,3 @@ class RaisesInTheExchangeOfHistory(HistoryDrafter):
         if self._num_calls > 5 and _rank() == self._rank_with_a_fault:
             raise ArithmeticError("a fault of the drafter's own")
         return self._take_recorded(wait=wait)
-
-
-class RaisesOnTheSecondRank(RaisesOnTheFirstRank):
-    """As `RaisesAfterSomeSteps`, on the other one."""
-
-    rank = 1

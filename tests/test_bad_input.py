@@ -1,15 +1,9 @@
-"""Values that cannot be used: each public call and command refuses them in one line that names the value."""
+"""Values that cannot be used: each public call refuses them in one line that names the value."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
-import signal
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")  # for the drafter on the device
 
-from rollout_spec import RolloutSpecConfig, cli, engine_kwargs
+from rollout_spec import RolloutSpecConfig, engine_kwargs
 from rollout_spec.drafters import build_drafter, check_options
 from rollout_spec.drafters.host.drafter import HistoryDrafter
 from rollout_spec.integrations.trainers.controller import EngineController
@@ -26,9 +20,8 @@ from rollout_spec.integrations.vllm.commands import run_command
 from rollout_spec.integrations.vllm.config import read_environment
 from rollout_spec.integrations.vllm.requests import request_options
 from rollout_spec.noise import host as noise
-from tests.test_doctor import a_report
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 NO_DRAFTS = RolloutSpecConfig(speculation=False)
 
@@ -156,101 +149,3 @@ def test_a_call_of_a_drafter_that_is_refused_changes_nothing(call, message):
 )
 def test_what_only_looks_strange_is_taken(call):
     call()
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
-
-FILES = {
-    "empty": b"",
-    "brackets": b"[" * 200_000,
-    "old": b'{"format": 0}',
-    "damaged": b'{"format": 5}',
-    "whole": json.dumps(a_report()).encode(),
-}
-COMMANDS = [
-    ("doctor {empty}", "{empty} is no JSON: "),
-    ("doctor {brackets}", "{brackets} is no JSON: "),
-    ("doctor {old}", "{old} has a report of format 0, and 5 is read here"),
-    ("doctor {damaged}", "{damaged} is damaged: KeyError('stats')"),
-    ("doctor {folder}/missing", "No such file or directory: '{folder}/missing'"),
-    ("doctor {folder}", "No such file or directory: '{folder}/rollout_spec.json'"),
-]
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory):
-    """Paths by what is wrong with them."""
-    folder = tmp_path_factory.mktemp("files")
-    for name, content in FILES.items():
-        (folder / name).write_bytes(content)
-    return {"folder": folder, **{name: folder / name for name in FILES}}
-
-
-@pytest.mark.parametrize(("command", "message"), COMMANDS)
-def test_a_command_that_is_refused(command, message, places, capsys):
-    assert cli.main([word.format_map(places) for word in command.split()]) == 2
-    printed, said = capsys.readouterr()
-    assert (printed, said.count("\n")) == ("", 1)
-    assert said.startswith("rollout-spec: ")
-    assert message.format_map(places) in said
-
-
-def places_in(value, path=()):
-    """Paths to everything in plain data, of lists to the first entries."""
-    items = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
-    return [path, *(place for key, inner in items for place in places_in(inner, (*path, key)))]
-
-
-def test_damaged_reports(tmp_path, capsys):
-    """With any value replaced or gone they are explained, or refused in one line."""
-    path, statuses = tmp_path / "report.json", set()
-    report = a_report(global_step=3, num_processes=2)
-    for *owners, key in places_in(report)[1:]:
-        for value in (10**400, NAN, "\ud800", {}, "gone"):
-            changed = json.loads(json.dumps(report))
-            owner = changed
-            for name in owners:
-                owner = owner[name]
-            owner[key] = value
-            if value == "gone":
-                del owner[key]
-            path.write_text(json.dumps(changed))
-            status = cli.main(["doctor", str(path)])
-            said = capsys.readouterr().err
-            assert (status, said.count("\n"), str(path) in said) in ((0, 0, False), (2, 1, True)), (owners, key, value)
-            statuses.add(status)
-    assert statuses == {0, 2}
-
-
-def run(*arguments, before="", **options):
-    code = f"import sys\n{before}\nfrom rollout_spec.cli import main\nsys.exit(main(sys.argv[1:]))"
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
-
-
-def test_nobody_reads_what_is_printed(places):
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = run("doctor", places["whole"], stdout=writer)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
-
-
-def test_a_full_disk(places):
-    with open("/dev/full", "w") as full:
-        done = run("doctor", places["whole"], stdout=full)
-    assert (done.returncode, done.stderr) == (2, "rollout-spec: [Errno 28] No space left on device\n")
-
-
-def test_ctrl_c(capsys, monkeypatch):
-    def interrupted(args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli.doctor, "run", interrupted)
-    assert cli.main(["doctor"]) == 128 + signal.SIGINT
-    assert capsys.readouterr().err == "rollout-spec: interrupted\n"

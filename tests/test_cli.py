@@ -1,63 +1,133 @@
-"""The `rollout-spec` command: what it needs, and what it refuses."""
+"""The `rollout-spec` command: what it needs, and what it refuses in one line that names the value."""
 
 from __future__ import annotations
 
-import argparse
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from rollout_spec import __version__
-from rollout_spec.cli import main
+from rollout_spec import __version__, cli
 from tests.test_doctor import a_report
 
-ROOT = Path(__file__).parent.parent
+FILES = {
+    "empty": b"",
+    "brackets": b"[" * 200_000,
+    "old": b'{"format": 0}',
+    "damaged": b'{"format": 5}',
+    "whole": json.dumps(a_report()).encode(),
+}
+COMMANDS = [
+    ("doctor {empty}", "{empty} is no JSON: "),
+    ("doctor {brackets}", "{brackets} is no JSON: "),
+    ("doctor {old}", "{old} has a report of format 0, and 5 is read here"),
+    ("doctor {damaged}", "{damaged} is damaged: KeyError('stats')"),
+    ("doctor {folder}/missing", "No such file or directory: '{folder}/missing'"),
+    ("doctor {folder}", "No such file or directory: '{folder}/rollout_spec.json'"),
+]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """Paths by what is wrong with them."""
+    folder = tmp_path_factory.mktemp("files")
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+    return {"folder": folder, **{name: folder / name for name in FILES}}
+
+
+@pytest.mark.parametrize(("command", "message"), COMMANDS)
+def test_a_command_that_is_refused(command, message, places, capsys):
+    assert cli.main([word.format_map(places) for word in command.split()]) == 2
+    printed, said = capsys.readouterr()
+    assert (printed, said.count("\n")) == ("", 1)
+    assert said.startswith("rollout-spec: ")
+    assert message.format_map(places) in said
+
+
+def places_in(value, path=()):
+    """Paths to everything in plain data, of lists to the first entries."""
+    items = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    return [path, *(place for key, inner in items for place in places_in(inner, (*path, key)))]
+
+
+def test_damaged_reports(tmp_path, capsys):
+    """With any value replaced or gone they are explained, or refused in one line."""
+    path, statuses = tmp_path / "report.json", set()
+    report = a_report(global_step=3, num_processes=2)
+    for *owners, key in places_in(report)[1:]:
+        for value in (10**400, math.nan, "\ud800", {}, "gone"):
+            changed = json.loads(json.dumps(report))
+            owner = changed
+            for name in owners:
+                owner = owner[name]
+            owner[key] = value
+            if value == "gone":
+                del owner[key]
+            path.write_text(json.dumps(changed))
+            status = cli.main(["doctor", str(path)])
+            said = capsys.readouterr().err
+            assert (status, said.count("\n"), str(path) in said) in ((0, 0, False), (2, 1, True)), (owners, key, value)
+            statuses.add(status)
+    assert statuses == {0, 2}
+
+
 WITHOUT_NUMBA = """
-import sys
 for name in ("numba", "torch", "vllm"):  # the other two take long to import
     sys.modules[name] = None
-from rollout_spec.cli import main
-sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_every_argument_has_a_help_text(monkeypatch):
-    parsers = []
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda self, _: parsers.append(self) or sys.exit())
-    with pytest.raises(SystemExit):
-        main([])
-    for parser in parsers:  # which grows
-        for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                parsers += action.choices.values()
-            else:
-                assert action.help, (parser.prog, action)
-
-
-def run_without_numba(*arguments):
+def run(*arguments, before="", **options):
+    code = f"import sys\n{before}\nfrom rollout_spec.cli import main\nsys.exit(main(sys.argv[1:]))"
     return subprocess.run(
-        [sys.executable, "-c", WITHOUT_NUMBA, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        stderr=subprocess.PIPE,
         text=True,
+        **options,
     )
 
 
-def test_help_and_doctor_need_no_numba(tmp_path):
-    done = run_without_numba("estimate", "--help")
-    assert (done.returncode, "usage: rollout-spec estimate" in done.stdout) == (0, True), done.stderr
-    assert __version__ in run_without_numba("--version").stdout
-    path = tmp_path / "report.json"
-    path.write_text(json.dumps(a_report()))
-    done = run_without_numba("doctor", path)
-    assert done.returncode == 0, done.stderr
-    assert "A step takes" in done.stdout
-    done = run_without_numba("doctor")
-    assert done.returncode == 1
-    assert "problem  numba cannot be used" in done.stdout
-    assert "compiled drafters are kept in" in done.stdout
-    assert "Traceback" not in done.stderr
+def test_help_and_doctor_need_no_numba(places):
+    def printed_by(*arguments):
+        done = run(*arguments, before=WITHOUT_NUMBA, stdout=subprocess.PIPE)
+        assert "Traceback" not in done.stderr
+        return done.returncode, done.stdout
+
+    for arguments, status, line in (
+        (["estimate", "--help"], 0, "usage: rollout-spec estimate"),
+        (["--version"], 0, __version__),
+        (["doctor", places["whole"]], 0, "A step takes"),
+        (["doctor"], 1, "problem  numba cannot be used"),
+    ):
+        code, printed = printed_by(*arguments)
+        assert (code, line in printed) == (status, True), printed
+
+
+def test_nobody_reads_what_is_printed(places):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = run("doctor", places["whole"], stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_full_disk(places):
+    with open("/dev/full", "w") as full:
+        done = run("doctor", places["whole"], stdout=full)
+    assert (done.returncode, done.stderr) == (2, "rollout-spec: [Errno 28] No space left on device\n")
+
+
+def test_ctrl_c(capsys, monkeypatch):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.doctor, "run", interrupted)
+    assert cli.main(["doctor"]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "rollout-spec: interrupted\n"

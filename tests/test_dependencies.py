@@ -50,12 +50,6 @@ def requirements(project) -> dict[str, list[str]]:
     return {extra: [r for r in some if not r.startswith("rollout-spec[")] for extra, some in extras.items()}
 
 
-def test_every_requirement_has_a_lower_bound(project):
-    for extra, some in requirements(project).items():
-        for requirement in some:
-            assert re.search(r">=|==", requirement), f"{requirement} of [{extra}]"
-
-
 def test_what_is_imported_is_declared(project):
     names = (re.match(r"[\w.-]+", requirement)[0] for some in requirements(project).values() for requirement in some)
     declared = {name.lower().replace("_", "-") for name in names}
@@ -70,4 +64,3 @@ def test_extras_that_messages_name_exist(project):
     sources = [path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     named = {extra for source in sources for extra in re.findall(r"""install\(["']([\w-]+)""", source)}
     assert named <= project["optional-dependencies"].keys()
-    assert "trl>=1.12,<1.13" in project["optional-dependencies"]["ppo"], "later ones have no PPOTrainer"

@@ -39,7 +39,7 @@ def murmur3_32(data: bytes, seed: int) -> int:
     return h ^ (h >> 16)
 
 
-words = st.one_of(st.integers(0, 2**31 + 1), st.sampled_from([0, 2**31 - 1, 2**31, 2**32 - 1]))
+words = st.one_of(st.integers(0, 2**31 + 1), st.sampled_from([0, 2**31 - 1, 2**31, 2**32 - 1, 2**32 + 5, -1]))
 seeds = st.one_of(st.integers(-(2**63), 2**63 - 1), st.sampled_from([-1, -(2**63), 2**63 - 1, 2**32, 2**31]))
 
 
@@ -78,17 +78,6 @@ def test_uniform_and_uncorrelated_along(axis):
     g = noise.gumbel(*AXES[axis](N))
     for lag in range(1, 5):
         assert abs(np.corrcoef(g[:-lag], g[lag:])[0, 1]) < 5 / math.sqrt(N)
-
-
-@pytest.mark.parametrize("other", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, -1, 0), (0, 1, -1)])
-def test_neighbours_are_independent(other):
-    """A request's noise says nothing of the next seed's, the next position's or the next token's."""
-    rng = np.random.default_rng(1)
-    seed, position, token = rng.integers(0, 2**62, N), rng.integers(1, 10_000, N), rng.integers(1, 150_000, N)
-    a = uniform32(seed, position, token)
-    b = uniform32(seed + other[0], position + other[1], token + other[2])
-    cells = (a * 8).astype(int).clip(max=7) * 8 + (b * 8).astype(int).clip(max=7)
-    assert matches_distribution(cells, np.full(64, 1 / 64))
 
 
 def test_streams_are_independent():
@@ -144,12 +133,6 @@ def test_compiled_code_agrees():
                 draw(seed, position, tokens, domain, hashes, noises)
                 np.testing.assert_array_equal(hashes, expected)
                 np.testing.assert_array_equal(noises, noise.gumbel(seed, position, tokens, domain))
-
-
-def test_only_the_low_words_of_position_and_token_count():
-    a = noise.hash32(5, BORDERS[:, None], BORDERS)
-    np.testing.assert_array_equal(a, noise.hash32(5, BORDERS[:, None] + 2**32, BORDERS - 2**32))
-    assert len(np.unique(noise.hash32([5, 5 + 2**32, 5 - 2**32, -5], 0, 0))) == 4
 
 
 def test_torch_logarithms_stay_within_the_tolerance(monkeypatch):

@@ -15,7 +15,7 @@ from rollout_spec.drafters.host.drafter import HistoryDrafter
 from rollout_spec.drafters.host.lookahead import LOOKAHEAD_ORDER
 from rollout_spec.drafters.host.ngram import LONG_ORDER, SHORT_ORDER
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
-from rollout_spec.drafters.host.store import DOCUMENT, LENGTH, PAGE_BITS, PAGE_MASK, PAGE_TOKENS, START, TextStore
+from rollout_spec.drafters.host.store import DOCUMENT, PAGE_BITS, PAGE_MASK, PAGE_TOKENS, START
 from rollout_spec.drafters.host.suffix import MAX_VISITS
 from rollout_spec.features import SIGNATURE_WORDS, TOP_TOKENS, Features, pack
 from rollout_spec.history.problems import problem_of_prompt
@@ -34,14 +34,6 @@ def examples(count: int, **others) -> settings:
     """Settings of one test; far fewer examples where numba is switched off."""
     count = max(4, count // 15) if SLOW else count * FUZZING
     return settings(max_examples=count, deadline=None, derandomize=True, **others)
-
-
-def positions_of(store: TextStore, document: int) -> np.ndarray:
-    """The positions of a document's tokens, in order."""
-    arrays = store.arrays
-    pages = np.flatnonzero(arrays.pages[:, DOCUMENT] == document)
-    pages = pages[np.argsort(arrays.pages[pages, START])]
-    return (pages[:, None] * PAGE_TOKENS + np.arange(PAGE_TOKENS)).ravel()[: arrays.documents[document, LENGTH]]
 
 
 def sampled(table, rows, tokens, num_accepted=None, *, num_verified=None, features=NO_FEATURES) -> Sampled:

@@ -21,7 +21,6 @@ from rollout_spec.measured_schedule import _Size
 from rollout_spec.noise import host as noise
 from rollout_spec.verify.reference import pack_signatures
 from tests.conftest import VOCAB_SIZE
-from tests.drafters.recorder import positions_of
 
 GAP = 1e-3
 """The engine's logits vary by about 1e-6 with the batch: a token may differ only where the choice was this close."""
@@ -115,12 +114,7 @@ def rollouts_of(llm):
         return [(rollout.context, rollout.tokens, rollout.features) for rollout in rollouts]
     store = drafter._store
     return [
-        (
-            store.text(request.prompt.documents[-1]),
-            store.text(request.document),
-            store.arrays.features[positions_of(store, request.document)],
-        )
-        for request in drafter.rollouts.by_age
+        (store.text(request.prompt.documents[-1]), *store.read(request.document)) for request in drafter.rollouts.by_age
     ]
 
 
