@@ -76,8 +76,9 @@ class BatchDrafter(Drafter, Protocol):
     It calibrates its confidence itself, by what becomes of its drafts: budgets take it as it is.
 
     Its `start_request` takes two more keywords. `num_known` (int): how many of the prompt's first tokens the problem's
-    history holds already, from earlier turns. `own_only` (bool): draft this request from its own text alone, and no
-    other request from it. Drafters that have only the methods of `Drafter` are not shown such requests.
+    history holds already, from earlier turns; they are not stored again, unless all of the problem is gone. `own_only`
+    (bool): draft this request from its own text alone, and no other request from it; it is not kept. Drafters that have
+    only the methods of `Drafter` are not shown such requests.
     """
 
     table: RequestTable

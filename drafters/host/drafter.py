@@ -31,7 +31,7 @@ from rollout_spec import checks
 from rollout_spec.drafters.base import Tokens
 from rollout_spec.drafters.host import constants, ngram, step, suffix
 from rollout_spec.drafters.host.constants import SOURCES
-from rollout_spec.drafters.host.index import WINDOW, DrafterSettings, Index, append_batch, remove_document
+from rollout_spec.drafters.host.index import WINDOW, DrafterSettings, Index, append_tokens, remove_document
 from rollout_spec.drafters.host.lookahead import LOOKAHEAD_ORDER, new_pool
 from rollout_spec.drafters.host.requests import UNLIMITED, RequestTable
 from rollout_spec.drafters.host.step import NO_FEATURES, HistoryState, Learned, Sampled, StepOptions
@@ -46,15 +46,13 @@ from rollout_spec.drafters.host.store import (
     is_private,
 )
 from rollout_spec.drafters.host.voting import Calibration, new_scratch
-from rollout_spec.features import SIGNATURE_BITS, Features, check_features, decoded_probabilities, no_features
+from rollout_spec.features import SIGNATURE_BITS, Features, check_features, decoded_probabilities
 from rollout_spec.history.problems import problem_of_prompt
 from rollout_spec.history.store import Rollout, RolloutStore, check_rollouts
 from rollout_spec.jit import by_reference
 from rollout_spec.types import Draft, Int32Array
 
 IndexKind = Literal["suffix", "ngram"]
-MAX_ADDED = 1 << 16
-"""Add at most this many tokens that ended elsewhere before old ones are dropped: arrays grow, but never shrink."""
 MAX_DRAFT_TOKENS = 1 << 16
 """Bound on K, far above any of use, for which the buffers take megabytes."""
 POOL_ENTRIES = 1 << 14
@@ -196,13 +194,6 @@ class HistoryDrafter:
         num_known: int = 0,
         own_only: bool = False,
     ) -> None:
-        """As `Drafter.start_request`.
-
-        Args:
-            num_known: How many of the prompt's first tokens the problem's history has from earlier turns of the
-                conversation. They are not stored again, unless all of the problem is gone.
-            own_only: Draft for it from its own text alone, and for no other request from that. It is not kept.
-        """
         if not isinstance(req_id, str):
             raise TypeError(f"req_id must be a string, got {checks.shown(req_id)}")
         if req_id in self._live:
@@ -347,16 +338,13 @@ class HistoryDrafter:
         """As `HistoryKeeper.add_rollouts`. O(tokens)."""
         rollouts = check_rollouts(rollouts)
         self._flush()
-        some: list[Rollout] = []
-        num_tokens = 0
         for rollout in [] if self._own_only else rollouts:
-            some.append(rollout)
-            num_tokens += rollout.num_tokens
-            if num_tokens >= MAX_ADDED:
-                self._add(some)
-                some, num_tokens = [], 0
-        if some:
-            self._add(some)
+            problem = self._problem(rollout.problem_id)
+            prompt, document = self._new_rollout(problem, rollout.context.copy(), rollout.context.size)
+            self.rollouts.add(_Request(self._store, -1, document, rollout.problem_id, prompt), record=False)
+            # Copies: code would be compiled again for arrays that cannot be written, as those of files.
+            self._append(document, rollout.tokens.copy(), None if rollout.features is None else rollout.features.copy())
+            self._flush()  # after each: arrays grow, but never shrink
 
     def memory_bytes(self) -> int:
         index = self._index
@@ -414,7 +402,7 @@ class HistoryDrafter:
                 if part.size:
                     context = self._store.new_document(problem, PROMPT, context=context)
                     prompt.documents.append(context)
-                    self._append(np.array([context]), part, np.array([0, part.size]), is_indexed=is_indexed)
+                    self._append(context, part, is_indexed=is_indexed)
         prompt.users += 1
         return prompt
 
@@ -432,41 +420,16 @@ class HistoryDrafter:
         while self.rollouts.by_age and self._store.num_used_pages > self._max_history_pages:
             self._remove(self.rollouts.drop_oldest())
 
-    def _add(self, rollouts: Sequence[Rollout]) -> None:
-        """Put rollouts that were checked into the history, and drop the oldest ones until the bound holds."""
-        documents = []
-        for rollout in rollouts:
-            problem = self._problem(rollout.problem_id)
-            prompt, document = self._new_rollout(problem, rollout.context, rollout.context.size)
-            self.rollouts.add(_Request(self._store, -1, document, rollout.problem_id, prompt), record=False)
-            documents.append(document)
-        seen = None
-        if self.wants_features and any(rollout.features is not None for rollout in rollouts):
-            seen = np.concatenate([no_features(r.tokens.size) if r.features is None else r.features for r in rollouts])
-        starts = np.cumsum([0, *(rollout.tokens.size for rollout in rollouts)])
-        self._append(np.array(documents), np.concatenate([rollout.tokens for rollout in rollouts]), starts, seen)
-        self._flush()
-
     def _append(
-        self,
-        documents: NDArray[np.int64],
-        tokens: Int32Array,
-        starts: NDArray[np.int64],
-        features: Features | None = None,
-        *,
-        is_indexed: bool = True,
+        self, document: int, tokens: Int32Array, features: Features | None = None, *, is_indexed: bool = True
     ) -> None:
-        """Append tokens[starts[i] : starts[i + 1]] to documents[i]; `update_index` indexes them.
-
-        Args:
-            is_indexed: False: never, they are context only.
-        """
+        """Append tokens to a document. `update_index` indexes them, unless they are context only."""
         if features is not None and self.wants_features:
             self._store.keep_features()
-        self._reserve(tokens.size, documents.size)
-        append_batch(self._state(), documents, tokens, starts, NO_FEATURES if features is None else features)
+        self._reserve(tokens.size, 1)
+        append_tokens(self._state(), document, tokens, NO_FEATURES if features is None else features)
         if is_indexed:
-            self._unindexed.append(documents)
+            self._unindexed.append(np.array([document]))
             self._num_unindexed += tokens.size
 
     def _remove(self, request: _Request) -> None:

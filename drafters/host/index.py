@@ -83,12 +83,11 @@ def append_features(store, position, features, row):
 
 
 @njit(allocates=False)
-def append_batch(history, documents, tokens, starts, features):
-    """Append tokens[starts[i] : starts[i + 1]] to documents[i], with their features, or none of them."""
-    for i in range(documents.size):
-        for at in range(starts[i], starts[i + 1]):
-            position = append_token(history.store, documents[i], tokens[at])
-            append_features(history.store, position, features, at)
+def append_tokens(history, document, tokens, features):
+    """Append tokens to a document, with their features, or none of them."""
+    for at in range(tokens.size):
+        position = append_token(history.store, document, tokens[at])
+        append_features(history.store, position, features, at)
 
 
 @njit(allocates=False)

@@ -131,7 +131,7 @@ def test_a_rollout_can_end_before_its_last_tokens_are_indexed():
         assert drafter._store.num_used_pages <= 2 + 2 + 1, "what is bounded, what is live and the prompt"
         drafting.learn(sampled(drafter.table, [], []))
         assert drafter._num_unindexed == 0
-        drafter.check_integrity()
+    drafter.check_integrity()
 
 
 @pytest.mark.parametrize("is_late", [False, True])

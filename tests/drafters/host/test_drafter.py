@@ -359,24 +359,23 @@ def test_any_order_of_calls(index, shared):
 
 
 @both_indexes
-def test_a_load_of_more_than_fits_takes_no_more_memory_than_fits(index, monkeypatch):
-    monkeypatch.setattr(history, "MAX_ADDED", 4 * PAGE_TOKENS)
-    one_by_one, together = (make(index, max_history_tokens=10 * PAGE_TOKENS) for _ in range(2))
+def test_a_load_of_more_than_fits_takes_no_more_memory_than_fits(index):
+    recorder = make(index, max_history_tokens=10 * PAGE_TOKENS)
+    drafter = recorder.drafter
     tokens = np.random.default_rng(0).integers(0, 9, (102, PAGE_TOKENS)).astype(np.int32)
     rollouts = [Rollout(number % 3, text[:0], text) for number, text in enumerate(tokens)]
-    num_pages = together.drafter._store.num_pages
-    assert 10 + 4 < num_pages < len(rollouts)
-    together.drafter.add_rollouts(rollouts)
-    together.drafter.check_integrity()
-    assert together.drafter._store.num_pages == num_pages
-    for rollout in rollouts:
-        one_by_one.add(rollout)
-    kept = [
-        [d._store.text(r.document).tolist() for r in d.rollouts.by_age] for d in (one_by_one.drafter, together.drafter)
-    ]
-    assert kept[0] == kept[1] == tokens[-10:].tolist()
+    num_pages = drafter._store.num_pages
+    assert 10 < num_pages < len(rollouts)
+    drafter.add_rollouts(rollouts)
+    drafter.check_integrity()
+    assert drafter._store.num_pages == num_pages
+
+    def kept():
+        return [drafter._store.text(request.document).tolist() for request in drafter.rollouts.by_age]
+
+    assert kept() == tokens[-10:].tolist()
     with pytest.raises(ValueError, match="negative"):
-        together.drafter.add_rollouts([rollouts[0], rollouts[1]._replace(tokens=-tokens[1])])
+        drafter.add_rollouts([rollouts[0], rollouts[1]._replace(tokens=-tokens[1])])
     with pytest.raises(ValueError, match="features of 32 tokens"):
-        together.drafter.add_rollouts([rollouts[0], rollouts[1]._replace(features=no_features(3))])
-    assert [together.drafter._store.text(r.document).tolist() for r in together.drafter.rollouts.by_age] == kept[0]
+        drafter.add_rollouts([rollouts[0], rollouts[1]._replace(features=no_features(3))])
+    assert kept() == tokens[-10:].tolist()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rollout_spec.drafters.host import constants
 from rollout_spec.drafters.host.constants import MAX_DEPTH
 from rollout_spec.drafters.host.store import KIND, PROMPT
-from rollout_spec.features import decoded_probabilities, unpack
+from rollout_spec.features import decoded_probabilities, no_features, unpack
 from rollout_spec.noise import host as noise
 from tests import naive
 from tests.drafters.recorder import Recorder, examples, features_of, random_features
@@ -103,7 +103,7 @@ def test_drafts_are_the_favourites_of_the_blended_distributions(options, history
     recorder, rng, known = make(**options), np.random.default_rng(random), {}
     for name, text in [*((f"h{i}", text) for i, text in enumerate(history)), ("r", own)]:
         features = random_features(rng, text)
-        start(recorder, name, [3, 1], text, features, seed=seed if name == "r" else random)
+        start(recorder, name, [2, 0, 1, 3, 0, 1], text, features, seed=seed if name == "r" else random)
         known[recorder.drafter._live[name].document] = features
         if name != "r":
             recorder.stop(name)
@@ -118,6 +118,18 @@ def test_drafts_are_the_favourites_of_the_blended_distributions(options, history
             break
         token = int(draft.token_ids[depth])
         assert scores[token] == pytest.approx(max(scores.values()), abs=1e-4)
+
+
+def test_features_that_say_nothing_change_no_draft():
+    drafts = []
+    for give in (lambda tokens: None, lambda tokens: no_features(tokens.size)):
+        recorder, rng = make(), np.random.default_rng(5)
+        for i in range(4):
+            tokens = rng.integers(0, 4, 30)
+            start(recorder, str(i), [1, 2], tokens, give(tokens))
+        drafts.append([values.tolist() for values in recorder.propose("3")[0]])
+    assert drafts[0] == drafts[1]
+    assert drafts[0][0]
 
 
 def test_features_stay_with_their_tokens_when_pages_are_used_again():
