@@ -12,7 +12,10 @@ from tests.conftest import VOCAB_SIZE
 
 
 class Adversary:
-    """Drafts of random length: half of them random tokens, half of them copied from another request's output."""
+    """Has the four methods that a drafter needs, and no others.
+
+    Drafts of random length: half of them random tokens, half of them copied from another request's output.
+    """
 
     def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
         self._vocab_size = vocab_size
@@ -43,35 +46,15 @@ class Adversary:
     def stop_request(self, req_id, *, keep=True):
         self.finished.append(self._outputs.pop(req_id))
 
-    def memory_bytes(self):
-        return 0
-
-    def check_integrity(self):
-        pass
-
 
 class NoDrafter:
-    """Has not all methods that it needs."""
+    """Has two of the four methods that it needs."""
 
     def start_request(self, req_id, prompt_token_ids, *, problem_id=None, seed=None):
         pass
 
     def stop_request(self, req_id, *, keep=True):
         pass
-
-
-class FourMethods(NoDrafter):
-    """Has those that it needs, and no others: drafts the last token again."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, int] = {}
-
-    def extend(self, req_id, new_token_ids):
-        self._last[req_id] = int(new_token_ids[-1])
-
-    def propose(self, req_ids, max_tokens):
-        drafts = zip(map(self._last.get, req_ids), max_tokens, strict=True)
-        return [Draft(np.full(limit, token, np.int32), np.ones(limit, np.float32)) for token, limit in drafts]
 
 
 class Silent(Adversary):
@@ -122,6 +105,9 @@ class Faulty(Adversary):
             return FAULTS[fault](result) if self.num_calls in range(*calls) else result
 
         setattr(self, method, faulty)
+
+    def memory_bytes(self):
+        return 0
 
     def source_counts(self):
         return {"own": [1, 0]}

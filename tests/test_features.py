@@ -13,13 +13,11 @@ from rollout_spec.features import (
     TOP_TOKENS,
     decoded_probabilities,
     encode_logprobs,
-    pack,
     signature_matrix,
     unpack,
 )
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify.cpu import CHUNK
-from rollout_spec.verify.reference import pack_signatures
 from tests.verify.batches import verifiers, verify_on_host
 
 MATRIX = (1.1176220178604126, -1.3871248960494995, -0.6902609467506409, 2.365145683288574)
@@ -96,24 +94,6 @@ def test_masked_tokens_are_not_kept(verify):
 def test_small_vocabularies_have_fewer_tokens_to_keep(verify):
     _, _, codes = computed(verify, torch.ones(1, 4), torch.zeros(1, 2), torch.ones(1))
     assert codes[0].tolist() == [1 + round(np.log(2) / LOGPROB_STEP)] * 2 + [0] * (TOP_TOKENS - 2)
-
-
-@verifiers
-def test_numpy_packs_alike(verify):
-    rng = np.random.default_rng(2)
-    hidden, logits = rng.standard_normal((9, 24), np.float32), rng.standard_normal((9, CHUNK), np.float32)
-    zeros = torch.zeros(2, dtype=torch.int64)
-    drafts = torch.from_numpy(logits.argmax(1)[[0, 1, 2, 4, 5, 6, 7]])
-    rows = SamplingBatch(torch.zeros(2), zeros, zeros)
-    computed = verify(
-        torch.from_numpy(logits), drafts, torch.tensor([3, 7]), rows, hidden=torch.from_numpy(hidden)
-    ).features
-    signatures = np.packbits(hidden @ signature_matrix(24) > 0, axis=1, bitorder="little").view(np.uint64)
-    logprobs = torch.from_numpy(logits).double().log_softmax(1).numpy()
-    ids = np.argsort(-logprobs, 1)[:, :TOP_TOKENS]
-    packed = pack(signatures, ids.astype(np.int32), np.take_along_axis(logprobs, ids, 1))
-    assert (packed == computed.numpy()).all()
-    assert (pack_signatures(torch.from_numpy(hidden)).numpy().view(np.uint64) == signatures).all()
 
 
 @verifiers

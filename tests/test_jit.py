@@ -94,25 +94,22 @@ def test_without_a_folder_that_can_be_written_every_process_compiles(tmp_path):
     assert kept["misses"] > 0
 
 
+def double(x):
+    return 2 * x
+
+
 @compiles
 def test_code_that_cannot_be_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(jit, "find_folder", lambda: tmp_path)
 
-    @njit
-    def double(x):
-        return 2 * x
-
-    Path(double._cache.cache_path, "lock").mkdir()  # root may write to a folder of any mode
-    assert double(7) == 14
+    compiled = njit(double)
+    Path(compiled._cache.cache_path, "lock").mkdir()  # root may write to a folder of any mode
+    assert compiled(7) == 14
 
 
 @compiles
 def test_damaged_code_is_compiled_again(monkeypatch, tmp_path):
     monkeypatch.setattr(jit, "find_folder", lambda: tmp_path)
-
-    def double(x):
-        return 2 * x
-
     for _ in range(2):
         assert njit(double)(7) == 14
         kept = [path for path in tmp_path.rglob("*") if path.suffix in (".nbi", ".nbc")]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from rollout_spec.types import Draft
-from tests.adversaries import FourMethods
+from tests.adversaries import NoDrafter
 from tests.recurrent.models import VOCAB_SIZE
 
 OUTPUTS: dict[tuple[int, ...], list[int]] = {}
 """By prompt: what it is followed by. A test fills it."""
 
 
-class Cut(FourMethods):
+class Cut(NoDrafter):
     """Drafts the target's own tokens.
 
     Args:

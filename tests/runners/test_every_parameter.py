@@ -205,6 +205,7 @@ def test_drafts_were_accepted_and_rejected(engines, answers):
         assert stats["accepted_tokens"] > 10
         assert stats["rejected_tokens"] > 100
         assert stats["drafter_errors"] == 0
+        assert (stats["drafter_bytes"] > 0) == (name != "adversary"), "which does not say what it takes"
 
 
 def test_every_parameter_has_a_row():

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from rollout_spec.drafters.host import constants
 from rollout_spec.drafters.host.constants import MAX_DEPTH
 from rollout_spec.drafters.host.store import KIND, PROMPT
-from rollout_spec.features import decoded_probabilities, no_features, unpack
+from rollout_spec.features import no_features
 from rollout_spec.noise import host as noise
 from tests import naive
+from tests.drafters.device.reference import Document, _distribution, _num_differing
 from tests.drafters.recorder import Recorder, examples, features_of, random_features
 
 K = 6
@@ -39,54 +40,41 @@ def source_weight(drafter, req_id, document):
 def drafted_by_hand(recorder, req_id, seed, features):
     """For each drafted position, the scores of the tokens that may come next."""
     drafter, problem, context = recorder.drafter, recorder.problem(req_id), recorder.context(req_id)
-    features = {document: unpack(words) for document, words in features.items()}
-    texts, candidates, weights = recorder.texts(), [], []
-    mine, *_ = features[drafter._live[req_id].document]
-    probability = decoded_probabilities()
+    features = features if drafter.wants_features else {}
+    own = features.get(drafter._live[req_id].document)
+    texts = {
+        number: Document(text.tokens, 0, features.get(number, no_features(0)))
+        for number, text in recorder.texts().items()
+    }
+    candidates = []
     token, depth = (yield None), 0
     while True:
         if not candidates:
-            candidates = recorder.tree_candidates(problem, context)
-            weights = [source_weight(drafter, req_id, document) for (document, _), _ in candidates]
-            if drafter.wants_features:
-                differing = []
-                for (document, at), _ in candidates:
-                    place = at - (depth + 1)  # before the rollout's first token there are no states
-                    theirs = features[document][0] if place >= 0 and document in features else None
-                    if theirs is None or not len(mine) or not mine[-1].any() or not theirs[place].any():
-                        differing.append(None)
-                    else:
-                        differing.append(sum(int(word).bit_count() for word in theirs[place] ^ mine[-1]))
-                known = [n for n in differing if n is not None]
-                more = [
-                    (constants.UNKNOWN_DISAGREEMENT if n is None else n - min(known)) if known else 0 for n in differing
-                ]
-                left = [i for i, n in enumerate(more) if n <= constants.MAX_DISAGREEMENT]
-                candidates = [candidates[i] for i in left]
-                weights = [weights[i] * np.exp(-constants.SIMILARITY * more[i]) for i in left]
-        votes = []
-        for ((document, at), length), weight in zip(candidates, weights, strict=True):
-            said, likely = texts[document].tokens[at], {}
-            if drafter.wants_features and document in features:
-                for top, code in zip(*(part[at] for part in features[document][1:]), strict=True):
-                    if probability[code] < constants.MIN_REMEMBERED:
-                        break
-                    likely[int(top)] = float(probability[code])
-            if said not in likely:
-                likely[said] = max(1.0 - sum(likely.values()), 0.0)
-            votes.append((likely, length, weight))
-        q = naive.blend(votes, constants.BLEND)
+            found, differing = recorder.tree_candidates(problem, context), []
+            for (document, at), _ in found:
+                place = at - (depth + 1)  # before the rollout's first token there are no states
+                is_known = own is not None and len(own) and document in features and place >= 0
+                differing.append(_num_differing(own, features[document], place) if is_known else None)
+            fewest = min((n for n in differing if n is not None), default=None)
+            for ((document, at), length), n in zip(found, differing, strict=True):
+                more = 0 if fewest is None else constants.UNKNOWN_DISAGREEMENT if n is None else n - fewest
+                if more <= constants.MAX_DISAGREEMENT:
+                    weight = source_weight(drafter, req_id, document) * np.exp(-constants.SIMILARITY * more)
+                    candidates.append((document, at, length, weight))
+        q = naive.blend(
+            [
+                (_distribution(texts[document], at, texts[document].tokens[at]), length, weight)
+                for document, at, length, weight in candidates
+            ],
+            constants.BLEND,
+        )
         if seed is not None:
             q = {t: np.log(max(p, 1e-300)) + float(noise.gumbel(seed, len(context) - 1, t)) for t, p in q.items()}
         token = yield q
-        kept = [
-            i
-            for i, ((document, at), _) in enumerate(candidates)
-            if texts[document].tokens[at] == token and at + 1 < len(texts[document].tokens)
-        ]
-        weights = [weights[i] for i in kept]
         candidates = [
-            ((document, at + 1), min(length + 1, MAX_DEPTH)) for (document, at), length in (candidates[i] for i in kept)
+            (document, at + 1, min(length + 1, MAX_DEPTH), weight)
+            for document, at, length, weight in candidates
+            if texts[document].tokens[at] == token and at + 1 < len(texts[document].tokens)
         ]
         context, depth = [*context, token], depth + 1
 

@@ -16,7 +16,7 @@ from rollout_spec.features import no_features
 from rollout_spec.history.problems import Problems, problem_of_prompt
 from rollout_spec.integrations.vllm.session import STEPS_PER_SHARING, HostSession, Session
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Draft
-from tests.adversaries import FourMethods
+from tests.adversaries import NoDrafter
 from tests.history.made_up import rollouts_in
 
 
@@ -262,7 +262,7 @@ def test_drafts_leave_room_in_the_step():
     assert max(longest) == 1
 
 
-class Listener(FourMethods):
+class Listener(NoDrafter):
     """A drafter that keeps what it is told, and drafts as many sevens as it may."""
 
     def __init__(self):
