@@ -61,19 +61,6 @@ def _uses_shared(store, settings, document):
 
 
 @njit(allocates=False)
-def _index_position(store, index, settings, problem, use_shared, position, context, size):
-    """Index a position as the continuation of its context."""
-    if settings.use_tree:
-        suffix.insert(store, index.tree, problem, position, context, size)
-        if use_shared:
-            suffix.insert(store, index.shared, ALL_PROBLEMS, position, context, size)
-    else:
-        for order in (ngram.SHORT_ORDER, ngram.LONG_ORDER):
-            if size >= order:
-                ngram.insert(index.buckets, problem, position, context, size, order)
-
-
-@njit(allocates=False)
 def append_features(store, position, features, row):
     """Keep what the target saw at a token, features[row]; row -1, or no features: it is not known."""
     is_known = row >= 0 and features.shape[0] > 0
@@ -108,8 +95,15 @@ def index_document(history, document, window):
     end = MAX_DEPTH
     while True:
         first = max(first, end - MAX_DEPTH)
-        if end > first:
-            _index_position(store, index, settings, problem, use_shared, position, window[first:end], end - first)
+        context, size = window[first:end], end - first
+        if not settings.use_tree:
+            for order in (ngram.SHORT_ORDER, ngram.LONG_ORDER):
+                if size >= order:
+                    ngram.insert(index.buckets, problem, position, context, size, order)
+        elif size > 0:
+            suffix.insert(store, index.tree, problem, position, context, size)
+            if use_shared:
+                suffix.insert(store, index.shared, ALL_PROBLEMS, position, context, size)
         left -= 1
         if left == 0:
             break
