@@ -17,7 +17,7 @@ from typing import Any, get_args
 import rollout_spec
 from rollout_spec.config import plugin_fault
 from rollout_spec.installation import INSTALL_VLLM, REMEDY, find_folder, install
-from rollout_spec.integrations.vllm.compat import check_version, models_in_v1
+from rollout_spec.integrations.vllm.compat import check_version
 from rollout_spec.integrations.vllm.config import VARIABLE, read_environment
 from rollout_spec.report import explain, read_report
 from rollout_spec.types import VerifyMethod
@@ -113,8 +113,6 @@ def _version_of(package: str) -> str:
     if package == "vllm":
         assert module.LLM  # is imported by being asked for
         check_version(module.__version_tuple__, version)
-        if models := models_in_v1():
-            return f"{version}, which runs {models} in V1: VLLM_USE_V2_MODEL_RUNNER=1 gives them drafts on the device"
     if package == "trl":
         release = tuple(map(int, re.findall(r"\d+", version)[:2]))
         if release < (1, 16) and release != (1, 12):

@@ -13,6 +13,7 @@ This module imports neither vLLM nor torch: the plugin is loaded in every proces
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping
@@ -79,22 +80,63 @@ def mixes_recurrent_states() -> bool:
     return is_before(0, 32)
 
 
-def models_in_v1() -> str | None:
-    """Models for which vLLM chooses V1 by itself, in words. With 0.29 as the oldest version, this can go."""
-    if is_before(0, 25):
-        return "all models but Llama, Mistral, Qwen3 and some mixtures of experts"
-    return "most mixtures of experts" if is_before(0, 29) else None
-
-
 # -- the front end ---------------------------------------------------------------------------------------------------
 
 
-def cuts_at_stop_strings(output_processor: Any) -> bool:
-    """Whether vLLM itself drops the tokens that a step sampled after a stop string, as from 0.32 on.
+def end_outputs_at_stop_strings(output_processor: Any) -> None:
+    """Wrap a vLLM `OutputProcessor` so that it gets each request's output only up to the end of a stop string.
 
-    With 0.32 as the oldest version, this can go, and `stop_strings.end_outputs_at_stop_strings` with it.
+    vLLM looks for stop strings in the front end, in the text of all tokens that a step sampled. A step with accepted
+    drafts samples several, and up to 0.31 it keeps those past the stop string. With 0.32 as the oldest version, this
+    can go.
     """
-    return hasattr(output_processor, "_trim_surplus_tokens")
+    if hasattr(output_processor, "_trim_surplus_tokens"):
+        return
+    process_outputs = output_processor.process_outputs
+
+    @functools.wraps(process_outputs)
+    def process_cut_outputs(engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+        for output in engine_core_outputs:
+            if len(output.new_token_ids) < 2:
+                continue
+            state = output_processor.request_states.get(output.request_id)  # None: aborted meanwhile
+            # A streaming session continues after a stop string.
+            if state is not None and not state.streaming_input and getattr(state.detokenizer, "stop", None):
+                end_at_stop_string(state.detokenizer, output)
+        return process_outputs(engine_core_outputs, *args, **kwargs)
+
+    output_processor.process_outputs = process_cut_outputs
+
+
+def end_at_stop_string(detokenizer: Any, output: Any) -> None:
+    """Cut one request's output of one step after the token that completes a stop string.
+
+    Updates the detokenizer, and makes its next `update` return what was found: vLLM must call it next for this output.
+
+    Args:
+        detokenizer: vLLM's `IncrementalDetokenizer` of the request.
+        output: vLLM's `EngineCoreOutput`; its tokens, log-probabilities and routed experts are cut.
+    """
+    from vllm.v1.engine import FinishReason
+
+    stop_terminated, num_tokens = output.finish_reason == FinishReason.STOP, len(output.new_token_ids)
+    stop_string, num_kept = None, 0
+    while stop_string is None and num_kept < num_tokens:
+        token, num_kept = output.new_token_ids[num_kept], num_kept + 1
+        stop_string = detokenizer.update([token], stop_terminated and num_kept == num_tokens)
+
+    def update(new_token_ids: list[int], stop_terminated: bool) -> str | None:
+        del detokenizer.update  # uncovers the method
+        return stop_string
+
+    detokenizer.update = update
+    if num_kept == num_tokens:
+        return
+    output.new_token_ids = output.new_token_ids[:num_kept]
+    if output.new_logprobs is not None:
+        output.new_logprobs = output.new_logprobs.slice_request(0, num_kept)
+    if output.routed_experts is not None:
+        output.routed_experts = output.routed_experts[: num_kept - num_tokens]
 
 
 # -- V2's model runner -----------------------------------------------------------------------------------------------

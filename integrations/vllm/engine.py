@@ -7,15 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.vllm.config import say
 from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank, is_true_on_any_rank
 from rollout_spec.integrations.vllm.session import Session
-from rollout_spec.integrations.vllm.step_clock import StepClock
 from rollout_spec.integrations.vllm.sub_steps import num_passes
 from rollout_spec.integrations.vllm.warm_up import warm_up_kernels
 from rollout_spec.stats import SpeculationStats
+from rollout_spec.transfers import runs_later
 from rollout_spec.verify.reference import prepare
+
+STEPS_PER_TIMED = 16
+"""One step in so many is timed: on a GPU that takes two events."""
 
 
 class Engine:
@@ -149,3 +154,52 @@ class Engine:
         """Called when the worker shuts down."""
         if self.session is not None:
             self.session.close()
+
+
+class StepClock:
+    """Adds the times of some steps to `stats`: of the whole step, and of the device's part of it.
+
+    `start` is called before the forward pass is prepared, `stop` after verification. On a GPU both record an event in
+    the stream, which is read once it has passed; the device's part then includes its wait for that preparation.
+    """
+
+    def __init__(self, device: torch.device, stats: SpeculationStats) -> None:
+        self._uses_events, self._stats = runs_later(device), stats
+        self._num_steps, self._num_passes, self._started = 0, 1, 0.0
+        self._marks: list[Any] = []  # of the step that is timed
+        self._unread: tuple[Any, Any, float, int] | None = None  # the last one that was
+
+    def start(self, *, is_busy: bool, num_passes: int) -> None:
+        """A step begins.
+
+        Args:
+            is_busy: Whether a request of the last step goes on, so that the engine has not been idle since.
+            num_passes: Its forward passes, which count as steps.
+        """
+        last, self._started = self._started, time.perf_counter()
+        if len(self._marks) == 2 and is_busy:
+            self._unread = (*self._marks, self._started - last, self._num_passes)
+        self._num_steps, self._num_passes = self._num_steps + 1, num_passes
+        self._marks = [] if self._num_steps % STEPS_PER_TIMED else [self._now()]
+        self.read()
+
+    def stop(self) -> None:
+        """The last pass's verification has ended, or its work has been launched."""
+        if len(self._marks) == 1:
+            self._marks.append(self._now())
+
+    def read(self) -> None:
+        """Count the timed step, if the device has finished it."""
+        if self._unread is None or (self._uses_events and not self._unread[1].query()):
+            return
+        (began, ended, seconds, num_passes), self._unread = self._unread, None
+        self._stats.timed_steps += num_passes
+        self._stats.step_seconds += seconds
+        self._stats.device_seconds += began.elapsed_time(ended) / 1e3 if self._uses_events else ended - began
+
+    def _now(self) -> Any:
+        if not self._uses_events:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

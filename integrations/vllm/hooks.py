@@ -192,9 +192,7 @@ def init_engine(original: Callable[..., None], self: Any, *args: Any, **kwargs: 
             " and their number: another engine with this seed, or this one after a restart, repeats these rollouts"
         )
     if config.speculation:
-        from rollout_spec.integrations.vllm.stop_strings import end_outputs_at_stop_strings
-
-        end_outputs_at_stop_strings(self.output_processor)
+        compat.end_outputs_at_stop_strings(self.output_processor)
 
 
 def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any) -> Any:

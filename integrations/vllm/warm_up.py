@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -14,9 +14,8 @@ from numba.core import event
 from rollout_spec.budget import Budget
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters import DRAFTERS, build_drafter
-from rollout_spec.drafters.host.step import Sampled
-from rollout_spec.drafting import Drafting
 from rollout_spec.installation import REMEDY, find_folder
+from rollout_spec.loop import Decoder, RequestState, Targets
 from rollout_spec.types import LogprobsMode, SamplingBatch
 from rollout_spec.verify.api import lay_out, verify_rows
 
@@ -50,30 +49,26 @@ def warm_up(
 
 
 def _draft(config: RolloutSpecConfig) -> None:
-    """Two requests from start to stop; one rollout is kept, the other removed."""
-    k = config.max_draft_tokens
-    drafter: Any = build_drafter(config.drafter, max_draft_tokens=k, **config.drafter_options)
-    budget = Budget() if config.budget else None
-    drafting = Drafting(drafter, k, max_model_len=1 << 20, vocab_size=1 << 31, budget=budget)
-    prompt = np.arange(1200, dtype=np.int32) % 300  # long enough for the tables to grow
-    for req_id, seed in (("greedy", None), ("sampled", 0)):
-        drafting.drafter.start_request(req_id, prompt, problem_id=0, seed=seed)
-    rows = np.array([drafting.drafter.row_of(req_id) for req_id in ("greedy", "sampled")])
-    zeros, tokens = np.zeros(2, np.int64), np.arange(3, dtype=np.int32)[None].repeat(2, 0)
-    for number in range(17):  # until the budget knows what steps cost
-        first = np.full(2, prompt.size + 3 * number)
-        sampled = Sampled(
-            rows, np.arange(2), tokens, first, (first + 3).astype(np.int32), zeros, zeros + 2, np.array([0, 3, 6])
-        )
-        learned = drafting.learn(sampled, np.zeros(6, np.int64) if drafting.wants_rejected_targets else None)
-        for drafted in (False, True):
-            if budget is not None:
-                budget.observe_step(2 + 2 * drafted, 1e-3, drafted=drafted, num_asked=2, draft_seconds=1e-5)
-        drafting.draft(rows, learned.limits, num_tokens=2)
+    """Two requests from start to stop, of a target that says one token; one rollout is kept, the other removed."""
+    drafter: Any = build_drafter(config.drafter, max_draft_tokens=config.max_draft_tokens, **config.drafter_options)
+
+    def sample(requests: Sequence[RequestState], drafts: list[list[int]]) -> Targets:
+        return Targets(np.zeros(len(requests) + sum(map(len, drafts)), np.int64))
+
+    decoder = Decoder(drafter, sample, config.max_draft_tokens, budget=Budget() if config.budget else None)
+    prompt = [i % 300 for i in range(1200)]  # long enough for the tables to grow
+    requests = [
+        RequestState(name, list(prompt), len(prompt), seed=0, temperature=temperature, problem_id=0)
+        for name, temperature in (("greedy", 0.0), ("sampled", 1.0))
+    ]
+    for request in requests:
+        decoder.start(request)
+    for _ in range(17):  # until the budget knows what steps cost
+        decoder.observe_step(decoder.step(), seconds=1e-3, draft_seconds=1e-5)
     drafter.output_of("greedy")
     drafter.update_index()
-    drafting.drafter.stop_request("greedy")
-    drafting.drafter.stop_request("sampled", keep=False)
+    for request in requests:
+        decoder.stop(request, keep=request.temperature == 0)
 
 
 def warm_up_kernels(

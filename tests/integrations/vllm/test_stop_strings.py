@@ -15,7 +15,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.outputs import LogprobsLists
 
-from rollout_spec.integrations.vllm.stop_strings import end_at_stop_string
+from rollout_spec.integrations.vllm.compat import end_at_stop_string
 from rollout_spec.noise import host as noise
 from tests.integrations.engines import build, every_draft, generate, verify_all
 
