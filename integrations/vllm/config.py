@@ -112,15 +112,11 @@ def read_config(vllm_config: Any) -> RolloutSpecConfig | None:
             f"additional_config[{CONFIG_KEY!r}] asks for speculation, but speculative_config is missing: "
             "pass both, as rollout_spec.engine_kwargs() does"
         )
-    if not proposes and not has_model:
+    if not has_model and (config.speculative_config is not None or not proposes):
         raise ValueError(
             f"speculative_config uses {speculative.method!r} and additional_config asks for {CONFIG_KEY}: of vLLM's "
-            f"own drafters only {', '.join(MODEL_METHODS)} can draft beside history, remove one of the two"
-        )
-    if config.speculative_config is not None and not has_model:
-        raise ValueError(
-            f"additional_config[{CONFIG_KEY!r}] has the speculative_config of a model, but the engine's is another: "
-            "pass both as rollout_spec.engine_kwargs() does"
+            f"own drafters only {', '.join(MODEL_METHODS)} can draft beside history. Remove one of the two, or pass "
+            "both as rollout_spec.engine_kwargs() does"
         )
     k = speculative.num_speculative_tokens
     if config.num_speculative_tokens is None:
@@ -303,13 +299,9 @@ def check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
         ):
             if getattr(owner, name, None):  # some came with 0.28 to 0.30
                 raise ValueError(f"{name} does not work with rollout_spec's sampler: remove it")
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        raise ValueError("rollout_spec does not support pipeline parallelism: set pipeline_parallel_size=1")
-    if vllm_config.parallel_config.prefill_context_parallel_size > 1:
-        raise ValueError(
-            "rollout_spec does not support prefill context parallelism, under which a rank has the states of some of a "
-            "step's tokens only: set prefill_context_parallel_size=1"
-        )
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size"):
+        if getattr(vllm_config.parallel_config, name) > 1:
+            raise ValueError(f"rollout_spec supports neither pipeline nor prefill context parallelism: set {name}=1")
     if config.speculation and is_recurrent(vllm_config) and compat.mixes_recurrent_states():
         raise ValueError(
             f"vLLM {vllm.__version__} samples models with recurrent layers wrongly where it speculates, whatever "
@@ -371,26 +363,25 @@ class EnvironmentRequest(NamedTuple):
     options: dict[str, Any]
     """What `config` was made from."""
 
-    def beside(self, theirs: Any) -> tuple[RolloutSpecConfig, dict[str, Any]] | None:
-        """How to join an engine whose framework has set `speculative_config`; None if it is to be left alone.
+    def arguments(self, theirs: Any) -> dict[str, Any] | None:
+        """Keyword arguments for an engine; None if it is to be left alone.
 
-        Returns:
-            (the settings, keyword arguments for the engine). Where the framework leaves it to the checkpoint how many
-            tokens are drafted, so do we.
+        Args:
+            theirs: The `speculative_config` that a framework has set. Where that leaves it to the checkpoint how many
+                tokens are drafted, so do we.
         """
         if theirs is None:
-            return self.config, self.config.engine_kwargs()
+            return self.config.engine_kwargs()
         method = theirs.get("method") if isinstance(theirs, Mapping) else None
         if not drafts_with_model(method) or not self.config.speculation or self.config.speculative_config is not None:
             return None
         if type(theirs.get("num_speculative_tokens")) is not int:
             options = {name: value for name, value in self.options.items() if name != "num_speculative_tokens"}
-            return self.config, {"additional_config": {CONFIG_KEY: options}, "speculative_config": theirs}
+            return {"additional_config": {CONFIG_KEY: options}, "speculative_config": theirs}
         try:
-            config = RolloutSpecConfig.from_dict({**self.options, "speculative_config": dict(theirs)})
+            return RolloutSpecConfig.from_dict({**self.options, "speculative_config": dict(theirs)}).engine_kwargs()
         except (TypeError, ValueError) as error:
             raise ValueError(f"{VARIABLE}, beside the engine's speculative_config: {error}") from error
-        return config, config.engine_kwargs()
 
 
 def read_environment(environment: Mapping[str, str] = os.environ) -> EnvironmentRequest | None:
@@ -426,7 +417,7 @@ def ask_for_speculation(engine_args: Any) -> bool:
     asks_already = isinstance(additional, dict) and CONFIG_KEY in additional  # by itself, or was asked here before
     if request is None or asks_already:
         return False
-    theirs, joined, reason = engine_args.speculative_config, None, "it has a speculative_config of its own"
+    theirs, ours, reason = engine_args.speculative_config, None, "it has a speculative_config of its own"
     if request.models and not any(fnmatch.fnmatchcase(engine_args.model, pattern) for pattern in request.models):
         reason = f"its name matches none of {request.models}"
     elif engine_args.create_model_config().runner_type != "generate":
@@ -434,19 +425,15 @@ def ask_for_speculation(engine_args: Any) -> bool:
     elif not isinstance(additional, dict):
         raise ValueError(f"{VARIABLE} needs a dict in additional_config to add to, got {additional!r}")
     else:
-        joined = request.beside(theirs)
-    if joined is None:
+        ours = request.arguments(theirs)
+    if ours is None:
         say(f"{VARIABLE} leaves the engine of {engine_args.model} alone: {reason}")
         return False
-    config, ours = joined
     engine_args.additional_config = {**additional, **ours["additional_config"]}
     engine_args.speculative_config = ours.get("speculative_config")
-    k = config.num_speculative_tokens
-    how = "our noise and no drafts"
+    how = "drafts" if request.config.speculation else "our noise and no drafts"
     if theirs is not None:
         how = f"a drafter from history beside its {theirs['method']!r}"
-    elif config.speculation:
-        how = "drafts" if k is None else f"at most {k} draft tokens"
     say(f"{VARIABLE} gives the engine of {engine_args.model} {how}")
     return True
 
@@ -466,22 +453,22 @@ def shown_ranges(ranges: Iterable[tuple[int, int, int]]) -> str:
 
 def describe_engine(vllm_config: Any, config: RolloutSpecConfig) -> str:
     """What speculation an engine has, and what it lacks, in one line. `vllm_config` is complete."""
-    parts, lacks = [], []
+    runner = "V2 model runner" if vllm_config.use_v2_model_runner else "V1 model runner"
+    scheduling = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
+    parts, lacks = ["no drafts (speculation=False)"], []
     if config.speculation:
         speculative = vllm_config.speculative_config
         is_measured = hasattr(speculative, OUR_SCHEDULE)
         ranges = () if is_measured else speculative.num_speculative_tokens_per_batch_size or ()
         most = max((k for _, _, k in ranges), default=config.max_draft_tokens)
-        k = [f"up to {most} draft tokens per request and step", *([shown_ranges(ranges)] if ranges else [])]
+        k = f"up to {most} draft tokens per request and step{', ' * bool(ranges)}{shown_ranges(ranges)}"
         place = "host" if config.drafts_on_host else "device"
         model = f" and the model of {speculative.method!r}" if has_model_drafter(vllm_config) else ""
-        parts.append(f"{', '.join(k)}, drafted by {config.drafter!r}{model} on the {place}")
+        parts = [f"{k}, drafted by {config.drafter!r}{model} on the {place}"]
         if config.budget and config.drafts_on_host:
             parts.append("a budget decides how many are verified")
-        elif is_measured:
-            parts.append("how many are verified follows from measured costs")
         else:
-            parts.append("all are verified")
+            parts.append("how many are verified follows from measured costs" if is_measured else "all are verified")
         if config.history_dir is not None:
             parts.append(f"history in {config.history_dir}")
         elif has_history(config.drafter):
@@ -490,13 +477,9 @@ def describe_engine(vllm_config: Any, config: RolloutSpecConfig) -> str:
             lacks.append("asynchronous scheduling" if config.drafts_on_host else "a budget")
         if config.verify == "rejection":
             lacks.append("rollouts that do not depend on drafts")
-    else:
-        parts.append("no drafts (speculation=False)")
+        runner += f" ({getattr(speculative, RUNNER_REASON)})"
     if not vllm_config.use_v2_model_runner:
         lacks.append("logprob_token_ids and logits processors of your own")
-    scheduling = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
-    reason = getattr(vllm_config.speculative_config, RUNNER_REASON, None)
-    runner = f"{'V2' if vllm_config.use_v2_model_runner else 'V1'} model runner{f' ({reason})' if reason else ''}"
     parts.append(f"{scheduling} scheduling in the {runner}")
     line = f"rollout_spec {__version__} is on: {'; '.join(parts)}"
     return f"{line}. Not here: {', '.join(lacks)}" if lacks else line

@@ -8,7 +8,6 @@ drafts.
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.features import FEATURE_WORDS, Features
-from rollout_spec.integrations.vllm.config import say
 from rollout_spec.integrations.vllm.engine import Engine
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.sampling import (
@@ -62,7 +60,7 @@ class _Uncounted(NamedTuple):
     is_counted: NDArray[np.bool_]  # [B], False for chunks of prompts
     num_draft_tokens: list[int]
     copy: HostCopy  # accepted drafts and broken rows, [B] each; targets [N] and features, as the drafter wants
-    is_learnt: bool  # whether the drafter is to know of it
+    has_targets: bool
 
 
 class Verification(NamedTuple):
@@ -70,7 +68,6 @@ class Verification(NamedTuple):
 
     num_verified: NDArray[np.int64]  # [B]
     num_accepted: NDArray[np.int64]  # [B]
-    starts: NDArray[np.int64]  # [B + 1], each row's first row of logits, then N
     target_token_ids: NDArray[np.int64] | None  # [N], if the drafter wants those after the first difference
     features: Features  # [N, FEATURE_WORDS], or of length 0
 
@@ -113,13 +110,10 @@ class EngineV1(Engine):
     @torch.inference_mode()
     def _compile_ranks(self) -> None:
         """Let torch compile vLLM's ranks of tokens: the first request that vLLM's code scores would wait for that."""
-        runner, started = self._runner, time.perf_counter()
+        runner = self._runner
         for rows in (2, 3, 1):  # torch may compile for one size first, then for any, and for 1 apart
             scores = torch.zeros(rows, runner.model_config.get_vocab_size(), dtype=torch.float32, device=runner.device)
             runner.sampler.gather_logprobs(scores, 1, torch.zeros(rows, dtype=torch.int64, device=runner.device))
-        seconds = time.perf_counter() - started
-        if seconds > 1:
-            say(f"rollout_spec: torch compiled vLLM's ranks of tokens in {seconds:.0f} s")
 
     def on_forward(self) -> None:
         """Keeps the step's hidden states."""
@@ -193,15 +187,14 @@ class EngineV1(Engine):
 
     def _book(self, batch: _Batch, result: VerifyResult, num_draft_tokens: list[int]) -> None:
         """Copy what became of the drafts to the host."""
-        is_learnt = self.session is not None and self.session.is_drafter_alive
-        wanted = [result.num_accepted, result.num_broken_rows]
-        if self.wants_rejected_targets:
+        wanted, has_targets = [result.num_accepted, result.num_broken_rows], self.wants_rejected_targets
+        if has_targets:
             wanted.append(result.target_token_ids)
         if result.features is not None:
             wanted.append(self._from_first_rank(result.features))  # ranks round sums differently
         discarded = self._runner.discard_request_mask.np  # prefill chunks: nothing is sampled after them
         is_counted = ~discarded[: len(batch.req_ids)]
-        self._outcome = _Uncounted(batch.req_ids, is_counted, num_draft_tokens, HostCopy(wanted), is_learnt)
+        self._outcome = _Uncounted(batch.req_ids, is_counted, num_draft_tokens, HostCopy(wanted), has_targets)
 
     def _logprobs(
         self,
@@ -257,10 +250,7 @@ class EngineV1(Engine):
         return keep_broken(processed, logits)
 
     def finish_counting(self) -> Verification | None:
-        """Count, and say what the drafter should know.
-
-        Returns:
-            What the drafter should know of it; None if it has been counted, or if the drafter is switched off.
+        """Count the last verification. Returns what became of its drafts; None if it has been counted.
 
         Raises:
             FloatingPointError: a row had no sample because the model's logits are NaN or +inf.
@@ -272,13 +262,9 @@ class EngineV1(Engine):
         raise_if_broken(broken, outcome.req_ids)
         verified = np.array(outcome.num_draft_tokens, np.int64)
         self.stats.record(verified[outcome.is_counted], accepted[outcome.is_counted])
-        if not outcome.is_learnt:
-            return None
-        starts = np.zeros(verified.size + 1, np.int64)
-        (verified + 1).cumsum(out=starts[1:])
-        targets = seen.pop(0) if self._drafter_wants_rejected else None
+        targets = seen.pop(0) if outcome.has_targets else None
         features = seen[0].reshape(-1, FEATURE_WORDS) if seen else NO_FEATURES
-        return Verification(verified, accepted, starts, targets, features)
+        return Verification(verified, accepted, targets, features)
 
     def _lay_out(self, metadata: Any, rows: SamplingBatch) -> Layout:
         runner, size = self._runner, rows.temperature.shape[0]
@@ -343,25 +329,25 @@ class EngineV1(Engine):
         if not session.is_drafter_alive:  # it may have raised since this step was verified
             return [[] for _ in range(size)]
         assert verification is not None
+        num_verified, num_accepted, targets, features = verification
         batch = self._runner.input_batch
         batch_rows = np.flatnonzero(is_sampled)
         rows = session.rows_of([batch.req_ids[row] for row in batch_rows.tolist()])
         batch_rows, rows = batch_rows[rows >= 0], rows[rows >= 0]
-        proposed: list[list[int]] = [[] for _ in range(size)]
         sampled = Sampled(
             rows,
             batch_rows,
-            batch.token_ids_cpu,
-            np.zeros(batch.num_tokens_no_spec.size, np.int64),
-            batch.num_tokens_no_spec,
-            verification.num_verified,
-            verification.num_accepted,
-            verification.starts,
-            verification.features,
+            token_ids=batch.token_ids_cpu,
+            first=np.zeros(batch.num_tokens_no_spec.size, np.int64),
+            lengths=batch.num_tokens_no_spec,
+            num_verified=num_verified,
+            num_accepted=num_accepted,
+            starts=np.append(0, (num_verified + 1).cumsum()),
+            features=features,
         )
-        drafts = session.draft(
-            sampled, num_step_tokens=int(self._runner.query_start_loc.np[size]), targets=verification.target_token_ids
-        )
+        num_step_tokens = int(self._runner.query_start_loc.np[size])
+        drafts = session.draft(sampled, num_step_tokens=num_step_tokens, targets=targets)
+        proposed: list[list[int]] = [[] for _ in range(size)]
         of_rows = zip(batch_rows.tolist(), drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)
         for row, tokens, length in of_rows:
             proposed[row] = tokens[:length]

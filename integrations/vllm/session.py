@@ -7,6 +7,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from statistics import median_high
 from typing import Any, NamedTuple
 
@@ -26,8 +27,6 @@ from rollout_spec.types import Drafts, Int32Array
 
 logger = logging.getLogger(__name__)
 
-MODEL = "model"
-"""The model's drafts, among the sources of drafted tokens."""
 STEPS_PER_SHARING = 16
 """Tensor-parallel ranks take over the first rank's times once in this many steps, or at once where the budget waits for
 a step's time (`StepCost.is_awaited`)."""
@@ -79,7 +78,7 @@ class Session:
 
     def num_live_requests(self) -> int:
         """Requests that have not ended, as far as is known."""
-        raise NotImplementedError
+        return len(self.live)
 
     def set_enabled(self, enabled: bool) -> None:
         """Draft from now on, or no longer."""
@@ -92,7 +91,7 @@ class Session:
     def source_counts(self) -> dict[str, list[int]]:
         """By source, [drafted tokens that the target reached, those that were right]; empty if it has no sources."""
         counts = self._answer("source_counts", lambda named: {str(k): list(map(int, v)) for k, v in named.items()})
-        model = {} if self.choice is None else {MODEL: list(self.choice.model_counts())}
+        model = {} if self.choice is None else {"model": list(self.choice.model_counts())}
         return {**(counts or {}), **model}
 
     def history_summary(self) -> dict[str, int]:
@@ -164,8 +163,8 @@ class LiveRequest(NamedTuple):
     """Its row in the drafter's table."""
     conversation: Conversation
     """What its prompt continues."""
-    params: Any
-    """Its `SamplingParams`."""
+    keep: bool
+    """Whether history keeps its rollout."""
 
 
 def end_of(params: Any) -> dict[str, Any]:
@@ -193,8 +192,7 @@ class HostSession(Session):
         drafting: The drafter and its budget, step by step.
 
     Args:
-        share_from_first_rank: Returns the first rank's object on every rank, as all must draft alike. None for a single
-            rank.
+        share_from_first_rank: See `sharing_from_first_rank`: all ranks must draft alike.
         index_late: Index sampled tokens in `update_index`, which is called while the device computes, and not in
             `draft`, for which the device waits. Drafts then find them a step later. Of no use on a CPU, whose forward
             pass has ended when it returns.
@@ -244,16 +242,15 @@ class HostSession(Session):
     # -- which requests are alive ------------------------------------------------------------------------------------
 
     def start_requests(self, requests: Iterable[Any]) -> None:
-        """Prompts of embeddings are not started."""
         for request in requests:
-            if request.prompt_token_ids is not None:
-                self._ask(lambda: self._start(request))  # noqa: B023
+            if request.prompt_token_ids is not None:  # a prompt of embeddings has no history
+                self._ask(partial(self._start, request))
 
     def finish_requests(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
         """Preempted requests keep their rows."""
         for req_id in sorted(finished):  # all ranks in the same order
             if req_id in self.live:
-                self._ask(lambda: self._stop(req_id))  # noqa: B023
+                self._ask(partial(self._stop, req_id))
         self._was_idle |= not self.live
 
     def rows_of(self, req_ids: list[str]) -> NDArray[np.int64]:
@@ -271,12 +268,11 @@ class HostSession(Session):
         return int(np.count_nonzero(~self.drafter.table.arrays.is_complete[rows]))
 
     def _start(self, request: Any) -> None:
-        """Show the drafter a request."""
         req_id, params, prompt = request.req_id, request.sampling_params, np.array(request.prompt_token_ids, np.int32)
         if req_id in self.live:
             self._stop(req_id)  # a streaming session goes on with a longer prompt: as good as a new request
-        own_only, is_batched = request_options(params.extra_args).own_only, self.drafting.is_batched
-        if own_only and not is_batched:
+        options, is_batched = request_options(params.extra_args), self.drafting.is_batched
+        if options.own_only and not is_batched:
             return  # a drafter of a user's own may draft one request from another's text
         conversation = self.begin_conversation(request, prompt)
         is_seeded = params.temperature > 0 and self._config.verify == "sample"
@@ -285,18 +281,16 @@ class HostSession(Session):
             prompt,
             problem_id=conversation.problem_id,
             seed=params.seed if is_seeded else None,
-            **({"num_known": conversation.num_known, "own_only": own_only} if is_batched else {}),
+            **({"num_known": conversation.num_known, "own_only": options.own_only} if is_batched else {}),
         )
-        row, table = self.drafter.row_of(req_id), self.drafter.table
-        table.limit(row, **end_of(params))
-        self.live[req_id], self._batch = LiveRequest(row, conversation, params), None
+        row = self.drafter.row_of(req_id)
+        self.drafter.table.limit(row, **end_of(params))
+        self.live[req_id], self._batch = LiveRequest(row, conversation, options.keep_in_history), None
 
     def _stop(self, req_id: str) -> None:
-        """Show the drafter a request's end."""
         live, self._batch = self.live.pop(req_id), None
         arrays = self.drafter.table.arrays
-        has_output = arrays.num_tokens[live.row] > arrays.num_prompt_tokens[live.row]
-        keep = bool(has_output) and request_options(live.params.extra_args).keep_in_history
+        keep = live.keep and bool(arrays.num_tokens[live.row] > arrays.num_prompt_tokens[live.row])
         if keep and self.drafting.is_batched:
             self.problems.stop(live.conversation, self.drafter.output_of(req_id))
         self.drafter.stop_request(req_id, keep=keep)

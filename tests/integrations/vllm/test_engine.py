@@ -99,13 +99,13 @@ def test_everything_is_compiled_while_the_engine_is_built(tiny_model, monkeypatc
 # -- what cannot be tried on a CPU -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("field", "named"), [("pipeline", "pipeline"), ("prefill_context", "prefill context")])
-def test_parallelism_that_is_not_supported(field, named):
-    parallel = SimpleNamespace(**{"pipeline_parallel_size": 1, f"{field}_parallel_size": 2})
+@pytest.mark.parametrize("name", ["pipeline_parallel_size", "prefill_context_parallel_size"])
+def test_parallelism_that_is_not_supported(name):
+    parallel = SimpleNamespace(**{"pipeline_parallel_size": 1, name: 2})
     config = SimpleNamespace(
         model_config=SimpleNamespace(runner_type="generate"), use_v2_model_runner=False, parallel_config=parallel
     )
-    with pytest.raises(ValueError, match=f"does not support {named} parallelism.* set {field}_parallel_size=1"):
+    with pytest.raises(ValueError, match=f"supports neither .* parallelism: set {name}=1"):
         check_engine(config, RolloutSpecConfig(drafter="history"))
 
 

@@ -93,10 +93,11 @@ TARGETS = {"a": [3, 9, 1], "b": [2], "c": [5, 6, 7, 4], "d": [1, 2]}
 
 
 def told(runner):
-    """What the proposer is told: verified and accepted tokens by row, its first row of logits, and the target's."""
-    *counts, targets, features = runner.adapter.finish_counting()
+    """What the drafter is told: verified and accepted tokens by row."""
+    verified, accepted, targets, features = runner.adapter.finish_counting()
+    assert targets is None
     assert not features.size
-    return (*(values.tolist() for values in counts), None if targets is None else targets.tolist())
+    return verified.tolist(), accepted.tolist()
 
 
 class OnDevice(torch.Tensor):

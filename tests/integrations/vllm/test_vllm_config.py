@@ -69,7 +69,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
         ("{}", {"runner": "pooling"}, False, None, "alone: it does not generate"),
         ('{"speculation": false}', {}, True, None, "our noise and no drafts"),
         ("{}", engine_kwargs(num_speculative_tokens=5), True, 5, None),
-        ('{"num_speculative_tokens": 3, "models": ["*"]}', {}, True, 3, "at most 3 draft tokens"),
+        ('{"num_speculative_tokens": 3, "models": ["*"]}', {}, True, 3, "drafts"),
         ("", {}, False, None, None),
     ],
 )
@@ -104,14 +104,14 @@ def test_clients_of_a_server_see_tokens_as_they_come(tiny_model, monkeypatch, va
 
 def test_a_framework_may_leave_it_to_the_checkpoint_how_much_is_drafted():
     request = read_environment({VARIABLE: '{"num_speculative_tokens": 6, "drafter": "suffix"}'})
-    _, arguments = request.beside({"method": "mtp"})
+    arguments = request.arguments({"method": "mtp"})
     assert arguments == {
         "additional_config": {"rollout_spec": {"drafter": "suffix"}},
         "speculative_config": {"method": "mtp"},
     }
-    assert request.beside({"method": "ngram", "num_speculative_tokens": 2}) is None
+    assert request.arguments({"method": "ngram", "num_speculative_tokens": 2}) is None
     with pytest.raises(ValueError, match="ROLLOUT_SPEC, beside the engine's speculative_config: .* be at least 1"):
-        request.beside({"method": "mtp", "num_speculative_tokens": 0})
+        request.arguments({"method": "mtp", "num_speculative_tokens": 0})
 
 
 @pytest.mark.engine
