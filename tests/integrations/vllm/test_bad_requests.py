@@ -134,38 +134,35 @@ def test_problems_and_seeds_reach_the_drafter(llm, monkeypatch):
     assert {type(given[name]) for given in seen for name in ("problem_id", "seed")} == {int}
 
 
+def a_front_end(launcher=None, number=0, seed=0):
+    parallel = SimpleNamespace(
+        data_parallel_size=1, data_parallel_rank=0, distributed_executor_backend=launcher, _api_process_rank=number
+    )
+    model = SimpleNamespace(seed=seed)
+    engine = SimpleNamespace(use_v2_model_runner=True, parallel_config=parallel, model_config=model)
+    return FrontEnd(engine, RolloutSpecConfig())
+
+
 @pytest.mark.parametrize("launcher", [None, "external_launcher"])
 def test_seeds_that_follow_from_the_engines_are_repeated_and_are_no_copies(launcher):
     """Of several front ends, each of which counts its requests from 1."""
 
-    def seeds(front_end, engine_seed=3):
-        parallel = SimpleNamespace(
-            data_parallel_size=1,
-            data_parallel_rank=0,
-            distributed_executor_backend=launcher,
-            _api_process_rank=front_end,
-        )
-        model = SimpleNamespace(seed=engine_seed)
-        engine = SimpleNamespace(use_v2_model_runner=True, parallel_config=parallel, model_config=model)
-        prepare, given = FrontEnd(engine, RolloutSpecConfig()).prepare, []
-        for _ in range(3):
-            given.append(SamplingParams())
-            prepare(SimpleNamespace(sampling_params=given[-1], cache_salt=None, resumable=False))
+    def seeds(number, seed=3):
+        front_end, given = a_front_end(launcher, number, seed), [SamplingParams() for _ in range(3)]
+        for params in given:
+            front_end.prepare(SimpleNamespace(sampling_params=params, cache_salt=None, resumable=False))
         return [params.seed for params in given]
 
-    different = [seed for front_end in range(2) for engine_seed in (3, 4) for seed in seeds(front_end, engine_seed)]
+    different = [seed for number in range(2) for engine_seed in (3, 4) for seed in seeds(number, engine_seed)]
     assert len(set(different)) == len(different)
     assert seeds(1) == seeds(1)
 
 
 def test_what_the_caller_gave_stays_as_it_is():
     """A dict may be that of many requests, of which one has a salt."""
-    parallel = SimpleNamespace(data_parallel_size=1, data_parallel_rank=0, distributed_executor_backend=None)
-    engine = SimpleNamespace(use_v2_model_runner=True, parallel_config=parallel, model_config=SimpleNamespace(seed=0))
     given = {"rollout_spec_problem_id": 7, "other": [1]}
     params = SamplingParams(extra_args=given)
-    request = SimpleNamespace(sampling_params=params, cache_salt="tenant", resumable=False)
-    FrontEnd(engine, RolloutSpecConfig()).prepare(request)
+    a_front_end().prepare(SimpleNamespace(sampling_params=params, cache_salt="tenant", resumable=False))
     assert given == {"rollout_spec_problem_id": 7, "other": [1]}
     assert request_options(params.extra_args).own_only
     assert params.extra_args["other"] == [1]

@@ -12,9 +12,8 @@ pytest.importorskip("vllm")
 
 from vllm import SamplingParams
 
-from rollout_spec import engine_kwargs
 from rollout_spec.config import PROPOSER_PATH, RolloutSpecConfig
-from rollout_spec.integrations.vllm import engine_v1, warm_up
+from rollout_spec.integrations.vllm import engine_v1
 from rollout_spec.integrations.vllm.config import check_engine
 from rollout_spec.noise import host as noise
 from tests.distributions import matches_distribution
@@ -79,21 +78,6 @@ def rejecting(tiny_model):
 def test_samples_follow_the_target(request, reference_model, name, parameters):
     tokens = sampled_pairs(request.getfixturevalue(name), **parameters)
     assert follows_target(tokens, reference_model, **parameters)
-
-
-def test_everything_is_compiled_while_the_engine_is_built(tiny_model, monkeypatch):
-    """The first generation would wait for it, without a word. `test_warm_up.py` shows that it compiles everything."""
-    calls, original = [], warm_up.warm_up
-
-    def spy(config, *, device, log):
-        calls.append((config.num_speculative_tokens, str(device)))
-        original(config, device=device, log=log)
-
-    monkeypatch.setattr(warm_up, "warm_up", spy)
-    build(tiny_model, **engine_kwargs(num_speculative_tokens=7, drafter="ngram"))
-    assert calls == [(7, "cpu")]
-    build(tiny_model)
-    assert len(calls) == 1, "other engines compile nothing of ours"
 
 
 # -- what cannot be tried on a CPU -----------------------------------------------------------------------------------

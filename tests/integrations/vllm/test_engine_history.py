@@ -11,12 +11,8 @@ pytest.importorskip("vllm")
 
 from transformers import AutoTokenizer
 
-from rollout_spec import RolloutSpecConfig, engine_kwargs
+from rollout_spec import engine_kwargs
 from rollout_spec.cli import main
-from rollout_spec.drafters import build_drafter
-from rollout_spec.history.problems import Problems
-from rollout_spec.history.store import Rollout
-from rollout_spec.integrations.vllm import engine_history
 from tests.history.made_up import rollouts_in
 from tests.integrations.engines import build, generate, history_of, mixed_params, session_of, verify_all
 
@@ -37,21 +33,6 @@ def test_imported_text_is_found_by_its_prompt(tiny_model, tmp_path, capfd):
     assert history_of(llm)["requests_with_history"] == 2
     session_of(llm).engine_history.close()
     assert len({rollout.problem_id for rollout in rollouts_in(folder)}) == 2
-
-
-def test_other_ranks_take_rollouts_of_the_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_history, "is_first_rank", lambda vllm_config: False)
-    drafter = build_drafter("history", max_draft_tokens=4)
-    first = [Rollout(1, np.arange(3, 9, dtype=np.int32), np.arange(9, 30, dtype=np.int32))]
-    config = RolloutSpecConfig(history_dir=str(tmp_path))
-    keeper = engine_history.EngineHistory(config, None, drafter, Problems(1000), lambda ours: first)
-    keeper.load()
-    assert drafter.history_summary()["rollouts"] == 1
-    drafter.start_request("a", [1, 2, 3])
-    drafter.extend("a", [4, 5, 6])
-    drafter.stop_request("a")
-    keeper.exchange()
-    assert not drafter.rollouts.take_recorded(), "nothing piles up for a folder that this rank does not write"
 
 
 def test_a_folder_that_cannot_be_used_costs_a_warning_and_not_the_run(tiny_model, tmp_path, caplog):

@@ -1,4 +1,4 @@
-"""The V1 adapter between stand-ins for vLLM's runner and our proposer."""
+"""A step of the V1 engine, in a stand-in for vLLM's runner, waits for the device no more than it must."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 
 from rollout_spec import RolloutSpecConfig, transfers
 from rollout_spec.integrations.vllm import engine_v1
-from rollout_spec.integrations.vllm.commands import run_command
 from rollout_spec.integrations.vllm.engine_v1 import EngineV1
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.verify.api import verify_rows
@@ -25,79 +24,51 @@ from rollout_spec.verify.api import verify_rows
 VOCAB_SIZE = 10
 
 
+DRAFTS = {"a": [3, 4], "b": [], "c": [5, 6, 7], "d": [8]}
+TARGETS = {"a": [3, 9, 1], "b": [2], "c": [5, 6, 7, 4], "d": [1, 2]}
+"""What the target says at the rows of each request: its drafts and the bonus."""
+
+
 class Runner:
-    """vLLM's V1 runner in a step of greedy requests.
+    """vLLM's V1 runner in a step of greedy requests."""
 
-    Args:
-        drafts: What is verified, by request.
-        targets: What the target says at the rows of each request: its drafts and the bonus.
-        discarded: Requests whose prompts have not been read to their end.
-    """
-
-    def __init__(self, drafts, targets, discarded=(), use_async_scheduling=False):
+    def __init__(self, max_num_logprobs):
         self.device = torch.device("cpu")
-        self.use_async_scheduling = use_async_scheduling
+        self.use_async_scheduling = False
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(tensor_parallel_size=1), speculative_config=None
         )
         self.drafter = object()
         session = SimpleNamespace(
             stats=SpeculationStats(),
-            enabled=True,
             is_drafter_alive=True,
             drafter=SimpleNamespace(wants_rejected_targets=False),
-            set_enabled=lambda enabled: None,
             update_index=Mock(),
-            finish_requests=lambda finished, preempted: None,
+        )
+        sampling = SimpleNamespace(
+            all_greedy=True, temperature=None, top_k=None, top_p=None, max_num_logprobs=max_num_logprobs
         )
         self.input_batch = SimpleNamespace(
-            req_ids=[],
-            logitsprocs=SimpleNamespace(all=[]),
-            sampling_metadata=SimpleNamespace(
-                all_greedy=True, temperature=None, top_k=None, top_p=None, max_num_logprobs=None
-            ),
+            req_ids=list(DRAFTS), logitsprocs=SimpleNamespace(all=[]), sampling_metadata=sampling
         )
         self.sampler = SimpleNamespace(logprobs_mode="raw_logprobs")
-        with patch.object(engine_v1, "HostSession", lambda *args, **kwargs: session):
-            self.adapter = EngineV1(self, RolloutSpecConfig(num_speculative_tokens=4))
-        self.schedule(drafts, targets, discarded)
-
-    def schedule(self, drafts, targets, discarded=()):
-        self.input_batch.req_ids = list(drafts)
         self.requests = {
-            req_id: SimpleNamespace(sampling_params=SamplingParams(temperature=0, seed=1)) for req_id in drafts
+            req_id: SimpleNamespace(sampling_params=SamplingParams(temperature=0, seed=1)) for req_id in DRAFTS
         }
-        self.discard_request_mask = SimpleNamespace(np=np.array([req_id in discarded for req_id in drafts]))
-        lengths = torch.tensor([len(tokens) for tokens in drafts.values()])
+        self.discard_request_mask = SimpleNamespace(np=np.zeros(len(DRAFTS), bool))
+        lengths = torch.tensor([len(tokens) for tokens in DRAFTS.values()])
         ends = (lengths + 1).cumsum(0)
         self.query_start_loc = SimpleNamespace(np=np.append(0, ends).astype(np.int32))
         self.positions = torch.arange(int(ends[-1]))
-        self.logits = torch.zeros(int(ends[-1]), VOCAB_SIZE)
-        said = [token for req_id in drafts for token in targets[req_id]]
-        self.logits[torch.arange(len(said)), said] = 5.0
+        said = [token for tokens in TARGETS.values() for token in tokens]
+        self.logits = 5.0 * torch.nn.functional.one_hot(torch.tensor(said), VOCAB_SIZE).float()
         self.metadata = SimpleNamespace(
             num_draft_tokens=lengths.tolist(),
-            draft_token_ids=torch.tensor([t for tokens in drafts.values() for t in tokens], dtype=torch.int32),
+            draft_token_ids=torch.tensor([t for tokens in DRAFTS.values() for t in tokens], dtype=torch.int32),
             cu_num_draft_tokens=lengths.cumsum(0).int(),
-            cu_num_sampled_tokens=ends.int(),
-            logits_indices=torch.arange(int(ends[-1])),
-            max_spec_len=int(lengths.max()),
         )
-
-    def sample(self):
-        return self.adapter.sample(self.logits, self.metadata).sampled_token_ids.tolist()
-
-
-DRAFTS = {"a": [3, 4], "b": [], "c": [5, 6, 7], "d": [8]}
-TARGETS = {"a": [3, 9, 1], "b": [2], "c": [5, 6, 7, 4], "d": [1, 2]}
-
-
-def told(runner):
-    """What the drafter is told: verified and accepted tokens by row."""
-    verified, accepted, targets, features = runner.adapter.finish_counting()
-    assert targets is None
-    assert not features.size
-    return verified.tolist(), accepted.tolist()
+        with patch.object(engine_v1, "HostSession", lambda *args, **kwargs: session):
+            self.adapter = EngineV1(self, RolloutSpecConfig(num_speculative_tokens=4))
 
 
 class OnDevice(torch.Tensor):
@@ -154,8 +125,7 @@ def on_a_gpu(monkeypatch):
 def test_a_step_waits_for_the_device_only_where_vllm_reads_it(on_a_gpu, max_num_logprobs):
     outputs = []
     for on_device in (False, True):
-        runner = Runner(DRAFTS, TARGETS)
-        runner.input_batch.sampling_metadata.max_num_logprobs = max_num_logprobs
+        runner = Runner(max_num_logprobs)
         if on_device:
             runner.logits = runner.logits.as_subclass(OnDevice)
             OnDevice.waits.clear()
@@ -165,31 +135,9 @@ def test_a_step_waits_for_the_device_only_where_vllm_reads_it(on_a_gpu, max_num_
             output.sampled_token_ids, VOCAB_SIZE, logprobs_tensors=output.logprobs_tensors
         )
         scores = None if scores is None else [np.asarray(values).tolist() for values in scores[:3]]
-        outputs.append((parsed, scores, told(runner)))
+        verified, accepted, *_ = runner.adapter.finish_counting()
+        outputs.append((parsed, scores, verified.tolist(), accepted.tolist()))
     plain, waited_before, on_device = outputs
     assert on_device == plain
     assert waited_before == []
     assert len(OnDevice.waits) == 2 + (6 if max_num_logprobs is not None else 0)
-
-
-def test_where_scheduling_is_asynchronous_the_last_step_is_counted_by_the_next_call():
-    """The buffers of the runner are the next step's by then."""
-    runner = Runner(DRAFTS, TARGETS, discarded={"d"}, use_async_scheduling=True)
-    runner.sample()
-    assert runner.adapter.stats.steps == 0
-    runner.schedule({"b": [], "e": [1]}, {"b": [2], "e": [1, 2]})
-    runner.sample()
-    assert runner.adapter.stats.draft_tokens == 5
-    run_command(runner.adapter, "set_enabled", False)
-    assert runner.adapter.stats.draft_tokens == 6
-
-
-def test_where_nothing_learns_a_step_is_counted_before_it_ends():
-    """No `draft` follows, and there may be no next step."""
-    runner = Runner(DRAFTS, TARGETS)
-    runner.adapter.session.is_drafter_alive = False
-    runner.sample()
-    assert runner.adapter.stats.steps == 1
-    runner.logits[4] = torch.nan
-    with pytest.raises(FloatingPointError, match="first in request c"):
-        runner.sample()

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from rollout_spec import cli, engine_kwargs
+from rollout_spec import engine_kwargs
 from tests.conftest import wait_until
 from tests.integrations.engines import RESIDENT, build, every_draft, generate, mixed_params, own_processes
 from tests.integrations.server import PROMPT, Server
@@ -64,15 +64,6 @@ def test_a_bad_request_gets_the_error_and_nobody_else_notices(server):
     stats = server.stats()
     assert stats["draft_tokens"] > before
     assert stats["drafter_errors"] == 0
-
-
-def test_the_doctor_reads_a_servers_answer(server, capsys, tmp_path):
-    server.complete(max_tokens=40, ignore_eos=True)
-    status, text = server.post("/collective_rpc", {"method": "rollout_spec", "args": ["report"]})
-    assert status == 200, text
-    (tmp_path / "report.json").write_text(text)
-    assert cli.main(["doctor", str(tmp_path / "report.json")]) == 0
-    assert "tokens in" in capsys.readouterr().out
 
 
 def test_vllms_own_metrics_are_right(server):

@@ -373,11 +373,6 @@ def say(session, req_id, prompt, tokens, **extra_args):
     return drafted
 
 
-def test_as_many_texts_are_known_as_history_can_hold():
-    session = a_session(drafter="history", drafter_options={"max_history_tokens": 64_000})
-    assert session.problems._max_texts == 2000, "no more are kept: test_problems.py"
-
-
 def test_rollouts_that_are_not_kept_are_not_taken_for_known():
     session = a_session(budget=False)
     say(session, "a", ROOT, [30, 31, 32, 33], rollout_spec={"keep_in_history": False})

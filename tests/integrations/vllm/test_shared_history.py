@@ -190,15 +190,6 @@ def test_rollouts_are_written_once_and_other_engines_recognise_their_prompts(ran
     assert other.problems.start(np.array([*prompt, 1, 2, 3, 50], np.int32)).problem_id == problem_id
 
 
-def test_in_the_end_what_is_still_being_copied_from_the_device_is_waited_for(ranks, tmp_path):
-    rank, _ = ranks(tmp_path)
-    rank.history.load()
-    rank.drafter.rollouts.take_recorded = lambda *, wait=False: [rollout(1)] if wait else []
-    rank.history.exchange()
-    rank.history.close()
-    assert [found.problem_id for found in rollouts_in(tmp_path)] == [1]
-
-
 def test_what_a_drafter_has_dropped_is_read_again_when_its_problem_comes_back(ranks, tmp_path):
     rank, _ = ranks(tmp_path, drafter_options={"max_history_tokens": 4 * PAGE_TOKENS})
     rank.history.load()

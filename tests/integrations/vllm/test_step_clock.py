@@ -31,35 +31,27 @@ class Event:
         return later.at - self.at
 
 
-def steps(clock, count=1, *, is_busy=True, num_passes=1):
-    for _ in range(count):
-        clock.start(is_busy=is_busy, num_passes=num_passes)
-        clock.stop()
-
-
 def test_events_of_one_step_in_sixteen_are_read_once_they_have_passed(monkeypatch):
+    """Each forward pass of a step counts; a step after which the engine was idle does not."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     stats = SpeculationStats()
     clock = StepClock(torch.device("cuda"), stats)
-    steps(clock, STEPS_PER_TIMED + 1)
+
+    def steps(count, *, is_busy=True, num_passes=1):
+        for _ in range(count):
+            clock.start(is_busy=is_busy, num_passes=num_passes)
+            clock.stop()
+
+    steps(STEPS_PER_TIMED + 1)
     assert (Event.made, stats.timed_steps) == (2, 0), "not passed yet"
     Event.now = 1e9
     clock.read()
     assert (stats.timed_steps, stats.device_seconds) == (1, 0.5)
     assert stats.step_seconds > 0
-    steps(clock, STEPS_PER_TIMED - 1)
-    steps(clock, is_busy=False)
+    steps(STEPS_PER_TIMED - 1)
+    steps(1, is_busy=False)
     assert stats.timed_steps == 1, "the engine was idle after it"
-
-
-def test_each_forward_pass_of_a_timed_step_counts(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(Event, "now", 1e9)
-    stats = SpeculationStats()
-    clock = StepClock(torch.device("cuda"), stats)
-    steps(clock, STEPS_PER_TIMED - 1)
-    steps(clock, num_passes=3)
-    steps(clock, STEPS_PER_TIMED)
-    assert stats.timed_steps == 3
-    steps(clock)
-    assert stats.timed_steps == 4
+    steps(STEPS_PER_TIMED - 2)
+    steps(1, num_passes=3)
+    steps(1)
+    assert stats.timed_steps == 1 + 3

@@ -23,26 +23,6 @@ from tests.recurrent.models import MODELS
 # -- ROLLOUT_SPEC ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "config", "models"),
-    [
-        ("{}", {}, []),
-        (' {"num_speculative_tokens": 4} ', {"num_speculative_tokens": 4}, []),
-        ('{"models": ["Qwen/*", "*llama*"], "drafter": "suffix"}', {"drafter": "suffix"}, ["Qwen/*", "*llama*"]),
-    ],
-)
-def test_what_it_asks_for(text, config, models):
-    assert read_environment({VARIABLE: text})[:2] == (RolloutSpecConfig(**config), models)
-
-
-def test_where_it_asks_for_nothing():
-    for environment in ({}, {VARIABLE: ""}, {VARIABLE: " "}):
-        assert read_environment(environment) is None
-
-
-# -- ROLLOUT_SPEC in vLLM's engines ----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def said(monkeypatch):
     """What the plugin says in vLLM's log."""
