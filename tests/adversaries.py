@@ -75,11 +75,6 @@ def _replaced(draft_of):
 
 FAULTS = {
     "raises": _raise,
-    "a generator": lambda result: (item for item in ()),
-    "text": lambda result: "text",
-    "a number": lambda result: float("nan"),
-    "values that are none": lambda result: {"own": None},
-    "values that are no numbers": lambda result: {"own": ["x", 1]},
     "too many": _replaced(lambda size: (np.zeros(99, np.int32), np.ones(99, np.float32))),
     "out of vocabulary": _replaced(lambda size: (np.full(size, VOCAB_SIZE, np.int32), np.ones(size, np.float32))),
 }
@@ -105,15 +100,6 @@ class Faulty(Adversary):
             return FAULTS[fault](result) if self.num_calls in range(*calls) else result
 
         setattr(self, method, faulty)
-
-    def memory_bytes(self):
-        return 0
-
-    def source_counts(self):
-        return {"own": [1, 0]}
-
-    def history_summary(self):
-        return {"rollouts": len(self.finished)}
 
 
 class RaisesWhenBuilt(Adversary):

@@ -86,22 +86,22 @@ class Session:
 
     def memory_bytes(self) -> int:
         """Bytes that the drafter holds; 0 if it does not say."""
-        return self._answer("memory_bytes", int) or 0
+        return self._report("memory_bytes") or 0
 
     def source_counts(self) -> dict[str, list[int]]:
         """By source, [drafted tokens that the target reached, those that were right]; empty if it has no sources."""
-        counts = self._answer("source_counts", lambda named: {str(k): list(map(int, v)) for k, v in named.items()})
-        model = {} if self.choice is None else {"model": list(self.choice.model_counts())}
-        return {**(counts or {}), **model}
+        counts = self._report("source_counts") or {}
+        if self.choice is not None:
+            counts["model"] = self.choice.model_counts()
+        return {name: list(of_source) for name, of_source in counts.items()}
 
     def history_summary(self) -> dict[str, int]:
         """What the drafter's history holds; empty if it does not say."""
-        return self._answer("history_summary", lambda named: {str(k): int(v) for k, v in named.items()}) or {}
+        return self._report("history_summary") or {}
 
-    def _answer(self, method: str, as_plain: Callable[[Any], Any]) -> Any:
-        """What a method of the drafter says, as plain data; None without one, or without an answer."""
-        ask = getattr(self.drafter, method, lambda: None)
-        return self._ask(lambda: None if (answer := ask()) is None else as_plain(answer))
+    def _report(self, method: str) -> Any:
+        """What a method of the drafter says, which a user's own need not have."""
+        return self._ask(getattr(self.drafter, method, lambda: None))
 
     def begin_conversation(self, request: Any, prompt_token_ids: Int32Array) -> Conversation:
         """Find a new request's problem, and begin to read what other engines have sampled for it.

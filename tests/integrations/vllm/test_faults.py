@@ -52,7 +52,11 @@ CALLED = ["start_request", "extend", "propose", "stop_request"]
 
 @pytest.mark.parametrize(
     ("method", "fault"),
-    [*((method, "raises") for method in CALLED), ("propose", "too many"), ("propose", "out of vocabulary")],
+    [
+        *((method, "raises") for method in [*CALLED, "memory_bytes"]),
+        ("propose", "too many"),
+        ("propose", "out of vocabulary"),
+    ],
 )
 def test_a_faulty_drafter_is_switched_off_and_nobody_notices(
     tiny_model, expected, reference_model, caplog, method, fault

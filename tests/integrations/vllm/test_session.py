@@ -193,18 +193,6 @@ def test_a_drafter_that_raises_ends_speculation_or_where_other_ranks_go_on_the_r
     assert (session.enabled, session.stats.drafter_errors) == (False, 1)
 
 
-@pytest.mark.parametrize("method", ["memory_bytes", "source_counts", "history_summary"])
-@pytest.mark.parametrize(
-    "fault", ["raises", "a generator", "text", "a number", "values that are none", "values that are no numbers"]
-)
-def test_counts_that_are_none_end_speculation_and_not_the_run(method, fault):
-    faulty = {"method": method, "fault": fault, "calls": (1, 100)}
-    session = a_session(drafter="tests.adversaries.Faulty", drafter_options=faulty)
-    assert not getattr(session, method)()
-    assert (session.enabled, session.stats.drafter_errors) == (False, 1)
-    assert not getattr(session, method)()
-
-
 def num_timed(session):
     return session.budget.cost._now
 
