@@ -1,11 +1,11 @@
 """The supported versions of vLLM, and one function for each difference between them.
 
-Each function names the versions concerned, and the oldest supported version with which it can be removed. Other
-differences need no function, as our signatures take all of them: from 0.32 on `init_speculator` also gets the runner's
-request states, and a rejection sampler `invalid_drafts`; up to 0.30 `Sampler.add_request` gets the prompt's length; up
-to 0.27 a speculator has a `model`, and up to 0.25 its `capture` an argument. `vllm.triton_utils.dispatcher`, the module
-that `survive_lazy_modules` changes, exists from 0.31 on. V2's own noise equals ours from 0.31 on; before, ours replaces
-it, with and without speculation.
+Each function names the versions that differ: once only newer ones are supported, it goes, and its callers do what it
+does for those. Other differences need no function, as our signatures take all of them: from 0.32 on `init_speculator`
+also gets the runner's request states, and a rejection sampler `invalid_drafts`; up to 0.30 `Sampler.add_request` gets
+the prompt's length; up to 0.27 a speculator has a `model`, and up to 0.25 its `capture` an argument.
+`vllm.triton_utils.dispatcher`, the module that `survive_lazy_modules` changes, exists from 0.31 on. V2's own noise
+equals ours from 0.31 on; before, ours replaces it, with and without speculation.
 
 This module imports neither vLLM nor torch: the plugin is loaded in every process of every engine.
 """
@@ -63,10 +63,7 @@ def is_before(*release: int) -> bool:
 
 
 def experts_per_token(model_config: Any) -> Any:
-    """How many experts of a mixture a token uses, or something else where that is not known.
-
-    Before 0.28 vLLM does not look for it. With 0.28 as the oldest version, call its method.
-    """
+    """How many experts of a mixture a token uses, or something else where that is not known; from 0.28 on a method."""
     if hasattr(model_config, "get_num_experts_per_tok"):
         return model_config.get_num_experts_per_tok()
     return getattr(model_config.hf_text_config, "num_experts_per_tok", None)
@@ -75,7 +72,7 @@ def experts_per_token(model_config: Any) -> Any:
 def mixes_recurrent_states() -> bool:
     """Whether a step without a draft, after one that accepted some, reads a recurrent layer's state of another token.
 
-    So it is in both runners up to 0.31. With 0.32 as the oldest version, this can go.
+    Up to 0.31 it does, in both runners.
     """
     return is_before(0, 32)
 
@@ -87,8 +84,7 @@ def end_outputs_at_stop_strings(output_processor: Any) -> None:
     """Wrap a vLLM `OutputProcessor` so that it gets each request's output only up to the end of a stop string.
 
     vLLM looks for stop strings in the front end, in the text of all tokens that a step sampled. A step with accepted
-    drafts samples several, and up to 0.31 it keeps those past the stop string. With 0.32 as the oldest version, this
-    can go.
+    drafts samples several, and up to 0.31 it keeps those past the stop string.
     """
     if hasattr(output_processor, "_trim_surplus_tokens"):
         return
@@ -143,7 +139,7 @@ def end_at_stop_string(detokenizer: Any, output: Any) -> None:
 
 
 def is_v2_old() -> bool:
-    """Whether V2 lacks three things that it has from 0.31 on. With 0.31 as the oldest version, this can go.
+    """Whether V2 lacks three things that it has from 0.31 on.
 
     It cuts no drafts of ours, as no attention kernel says whether it allows that. `hybrid.py` is written for 0.31's
     speculators. And a streaming session ends an engine with drafts, whose scheduler asserts that there is a token to
@@ -155,8 +151,7 @@ def is_v2_old() -> bool:
 def captures_one_k() -> bool:
     """Whether V2 captures CUDA graphs for one K alone, and not for each of a schedule, as in 0.24.
 
-    It also refuses a schedule, and turns graphs of whole steps off where there is one. With 0.25 as the oldest version,
-    this can go, with `hooks.override_cudagraph_mode`.
+    It also refuses a schedule, and turns off graphs of whole steps where there is one: `hooks.override_cudagraph_mode`.
     """
     return is_before(0, 25)
 
@@ -164,7 +159,7 @@ def captures_one_k() -> bool:
 def choose_captured(manager: Any) -> None:
     """Let V2's manager of CUDA graphs choose anew what to capture: the steps of each K of its configuration's schedule.
 
-    What 0.24 lacks of it is what 0.25 has. With 0.25 as the oldest version, only the first two lines stay.
+    Only the first two lines are needed from 0.25 on.
     """
     manager._candidates, manager._capture_descs = {}, {}
     manager._init_candidates()
@@ -188,7 +183,7 @@ def drop_stale_output(scheduler: Any, scheduler_output: Any, model_runner_output
     Up to 0.26 vLLM notes how many tokens were on their way, drafts included, and drops the output of as many steps:
     rollouts lose what K steps sampled. 0.24 also takes a rejected draft of the dropped step from what the request that
     begins anew has computed. One step is on its way at most, with asynchronous scheduling and without pipeline
-    parallelism. With 0.27 as the oldest version, this can go.
+    parallelism.
     """
     if not is_before(0, 27):
         return
@@ -203,8 +198,7 @@ def drop_stale_output(scheduler: Any, scheduler_output: Any, model_runner_output
 def keep_windows(scheduler: Any) -> None:
     """Let a scheduler keep the blocks of a sliding window that tokens may read whose drafts are rejected.
 
-    Up to 0.25 vLLM takes drafts on their way for accepted, and gives away blocks that lie before the window then. With
-    0.26 as the oldest version, this can go.
+    Up to 0.25 vLLM takes drafts on their way for accepted, and gives away blocks that lie before the window then.
     """
     if not is_before(0, 26):
         return
@@ -219,37 +213,33 @@ def keep_windows(scheduler: Any) -> None:
 
 
 def verifies_adaptively(speculative_config: Any) -> bool:
-    """Whether drafts are cut on the device. With 0.28 as the oldest version, read the attribute."""
+    """Whether drafts are cut on the device: an attribute from 0.28 on."""
     return getattr(speculative_config, "enable_adaptive_verification", False)
 
 
 def adaptive_verification(runner: Any) -> Any:
-    """What cuts a V2 runner's drafts on the device, or None. With 0.28 as the oldest version, read the attribute."""
+    """What cuts a V2 runner's drafts on the device, or None: an attribute from 0.28 on."""
     return getattr(runner, "adaptive_verification", None)
 
 
 def count_memory(runner: Any, num_bytes: int) -> None:
     """Let vLLM subtract memory that was allocated before the model was loaded from what the KV cache gets.
 
-    Up to 0.26 it adds up what loading and profiling take. With 0.27 as the oldest version, this can go.
+    Up to 0.26 it adds up what loading and profiling take.
     """
     if is_before(0, 27):
         runner.model_memory_usage += num_bytes
 
 
 def draft_step_argument(speculator: Any, step: int) -> dict[str, int]:
-    """How the step as a number is passed to vLLM's `sample_draft`, which takes it from 0.32 on.
-
-    With 0.32 as the oldest version, pass it as `spec_step_idx`.
-    """
+    """How the step as a number is passed to vLLM's `sample_draft`, which takes it from 0.32 on."""
     return {"spec_step_idx": step} if hasattr(speculator, "compute_draft_logits") else {}
 
 
 def draft_logits_of(speculator: Any, hidden_states: Any, step: int) -> Any:
     """What a model drafter's logits are, float [B, vocabulary].
 
-    From 0.32 on a speculator has a method for it, as some models have a head for each step. With 0.32 as the oldest
-    version, call that.
+    From 0.32 on a speculator has a method for it, as some models have a head for each step.
     """
     if hasattr(speculator, "compute_draft_logits"):
         return speculator.compute_draft_logits(hidden_states, step)
@@ -259,7 +249,7 @@ def draft_logits_of(speculator: Any, hidden_states: Any, step: int) -> Any:
 def counts_on_host(manager: Any) -> tuple[None, ...]:
     """What `reallocate_drafts` of vLLM's adaptive verification returns as its fourth value, from 0.33 on.
 
-    It is for batch-sharded sampling, which we refuse. With 0.33 as the oldest version, return None there.
+    It is for batch-sharded sampling, which we refuse.
     """
     return (None,) if hasattr(manager, "_copy_admitted_drafts_to_host") else ()
 
@@ -268,7 +258,7 @@ def limit_draft_graphs(speculator: Any, num_model_tokens: int) -> None:
     """Capture as many of a model drafter's steps as it drafts tokens.
 
     From 0.32 on the graphs of several steps have as many as the engine verifies; before, as many as the speculator has
-    steps. With 0.32 as the oldest version, nothing changes here.
+    steps.
     """
     manager = getattr(speculator, "decode_cudagraph_manager", None)
     if manager is not None:
@@ -278,18 +268,12 @@ def limit_draft_graphs(speculator: Any, num_model_tokens: int) -> None:
 
 
 def longest_query(width: int) -> dict[str, int]:
-    """The argument of `CudaGraphManager.dispatch` for graphs whose requests have several lengths, from 0.28 on.
-
-    With 0.28 as the oldest version, pass `max_query_len`.
-    """
+    """The argument of `CudaGraphManager.dispatch` for graphs whose requests have several lengths, from 0.28 on."""
     return {} if is_before(0, 28) else {"max_query_len": width}
 
 
 def padding_of(batch: Any) -> dict[str, Any]:
-    """The argument of `set_forward_context` that says which tokens of a batch are padding, from 0.25 on.
-
-    With 0.25 as the oldest version, pass `batch.is_padding`.
-    """
+    """The argument of `set_forward_context` that says which tokens of a batch are padding, from 0.25 on."""
     return {"is_padding": batch.is_padding} if hasattr(batch, "is_padding") else {}
 
 
@@ -297,10 +281,7 @@ def padding_of(batch: Any) -> dict[str, Any]:
 
 
 def logits_processors_of(sampler: Any) -> Any:
-    """V2's logits processors, among which may be a user's own from 0.31 on.
-
-    With 0.31 as the oldest version, read the attribute.
-    """
+    """V2's logits processors, an attribute from 0.31 on, among which may be a user's own."""
     return getattr(sampler, "logits_processors", ())
 
 
@@ -308,7 +289,7 @@ def apply_sampling_params(sampler: Any, logits: Any, batch: Any, position: Any) 
     """V2's own processing of logits, float32 [N, V]. `logits` stay as they are.
 
     0.26 works in place, so it gets a copy, and so do 0.24, 0.25 and 0.27, which have its signature. 0.28 added the
-    argument `idx_mapping`, 0.31 `seq_lens_upper_bound_np`. With 0.31 as the oldest version, call the sampler with all.
+    argument `idx_mapping`, 0.31 `seq_lens_upper_bound_np`.
 
     Args:
         sampler: vLLM's `Sampler`.
@@ -338,7 +319,7 @@ def apply_sampling_params(sampler: Any, logits: Any, batch: Any, position: Any) 
 def mend_bad_words(sampler: Any) -> None:
     """Let V2 forbid words of several tokens at drafted positions as elsewhere.
 
-    Up to 0.27 it compares a word with the tokens one place before. With 0.28 as the oldest version, this can go.
+    Up to 0.27 it compares a word with the tokens one place before.
     """
     if not is_before(0, 28):
         return
@@ -354,7 +335,7 @@ def mend_bad_words(sampler: Any) -> None:
 def compute_topk_scores(*args: Any, logits_mode: bool, **kwargs: Any) -> Any:
     """vLLM's function of this name, which up to 0.25 has another, and knows log-probabilities alone.
 
-    V2 of these takes no other `logprobs_mode`. With 0.26 as the oldest version, import it.
+    V2 of these takes no other `logprobs_mode`.
     """
     from vllm.v1.worker.gpu.sample import logprob
 

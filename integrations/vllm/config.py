@@ -48,6 +48,11 @@ PASSES = "_rollout_spec_passes"
 RUNNER_REASON = "_rollout_spec_runner"
 """Set on our engines' `speculative_config`: why vLLM chose the model runner, and so where drafts are made."""
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+OF_VLLMS_SAMPLER = (
+    "use_fp64_gumbel", "return_sampling_mask", "enable_trace_replay", "watermark_config",
+    "enable_batch_sharded_sampling",
+)  # fmt: skip
+"""Options of V2's own sampler, some of which came with 0.28 to 0.30."""
 
 missing: list[str] = []
 """What the hooks did not find in this vLLM, a sentence for each."""
@@ -290,14 +295,9 @@ def check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
     if config.speculation:
         check_options(config.drafter, config.drafter_options)
     if vllm_config.use_v2_model_runner:
-        for owner, name in (
-            (vllm_config.model_config, "use_fp64_gumbel"),
-            (vllm_config.model_config, "return_sampling_mask"),
-            (vllm_config.model_config, "enable_trace_replay"),
-            (vllm_config, "watermark_config"),
-            (vllm_config.parallel_config, "enable_batch_sharded_sampling"),
-        ):
-            if getattr(owner, name, None):  # some came with 0.28 to 0.30
+        owners = vllm_config, vllm_config.model_config, vllm_config.parallel_config
+        for name in OF_VLLMS_SAMPLER:
+            if any(getattr(owner, name, None) for owner in owners):
                 raise ValueError(f"{name} does not work with rollout_spec's sampler: remove it")
     for name in ("pipeline_parallel_size", "prefill_context_parallel_size"):
         if getattr(vllm_config.parallel_config, name) > 1:

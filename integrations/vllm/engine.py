@@ -31,19 +31,15 @@ class Engine:
         stats: This engine's counters.
         clock: Times some of the runner's steps.
         config: The engine's options.
-        scheduled: vLLM's `SchedulerOutput` of this step.
-        is_cutting: Whether drafts are cut on the device, to those that pay.
-        most_passes: Most forward passes of a step.
-        warming_up: Whether vLLM is running made-up requests to compile its kernels, which are ignored.
 
     Args:
         runner: vLLM's `GPUModelRunner`.
     """
 
-    scheduled: Any = None
-    warming_up = False
-    is_cutting = False
-    most_passes = 1
+    scheduled: Any = None  # vLLM's `SchedulerOutput` of this step
+    warming_up = False  # whether vLLM is running made-up requests to compile its kernels, which are ignored
+    is_cutting = False  # whether drafts are cut on the device, to those that pay
+    most_passes = 1  # forward passes of a step
 
     def __init__(self, runner: Any, config: RolloutSpecConfig, session: Session | None) -> None:
         self.session = session

@@ -39,30 +39,18 @@ class Session:
 
     The schedule says which requests are alive: each step calls `finish_requests` before it runs, and `start_requests`
     and `exchange_history` while the device computes.
-
-    Attributes:
-        drafter: From history.
-        stats: This engine's counters.
-        live: The requests that the drafter serves, by id; on the host preempted ones, too.
-        choice: Chooses between its drafts and those of a model; None where there is no model.
-        problems: By what the problems of requests are recognised.
-        engine_history: Keeps history beyond this engine; None without `history_dir`.
-        budget: Decides how much of each draft is verified. None: all of it.
-        num_speculative_tokens: K, the most tokens drafted per request and step.
-        enabled: Whether drafts are made. History grows also while they are not.
-        is_drafter_alive: Whether history grows: False once a drafter on the host has raised.
     """
 
-    drafter: Any
-    stats: SpeculationStats
-    live: dict[str, Any]
-    choice: Any = None
-    problems: Problems
-    engine_history: EngineHistory | None = None
-    budget: Budget | None = None
-    num_speculative_tokens: int
-    enabled: bool = True
-    is_drafter_alive: bool = True
+    drafter: Any  # from history
+    stats: SpeculationStats  # this engine's counters
+    live: dict[str, Any]  # the requests that the drafter serves, by id; on the host preempted ones, too
+    choice: Any = None  # chooses between its drafts and those of a model; None where there is no model
+    problems: Problems  # by what the problems of requests are recognised
+    engine_history: EngineHistory | None = None  # keeps history beyond this engine; None without `history_dir`
+    budget: Budget | None = None  # decides how much of each draft is verified; None: all of it
+    num_speculative_tokens: int  # K, the most tokens drafted per request and step
+    enabled: bool = True  # whether drafts are made; history grows also while they are not
+    is_drafter_alive: bool = True  # whether history grows: False once a drafter on the host has raised
 
     def start_requests(self, requests: Iterable[Any]) -> None:
         """Requests were scheduled for the first time, in V2 also after a preemption, or with a longer prompt.

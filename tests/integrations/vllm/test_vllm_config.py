@@ -108,23 +108,12 @@ def test_mistakes_end_the_engine_before_it_starts(tiny_model, monkeypatch, said,
         configuration(tiny_model, **engine)
 
 
-IGNORED = (
-    "use_fp64_gumbel", "return_sampling_mask", "enable_trace_replay", "watermark_config",
-    "enable_batch_sharded_sampling",
-)  # fmt: skip
-"""Options of V2's own sampler."""
-
-
-@pytest.mark.parametrize("name", IGNORED)
-def test_options_of_vllms_sampler_alone(name):
-    options = SimpleNamespace(runner_type="generate", **dict.fromkeys(IGNORED, False))
-    setattr(options, name, True)
-    vllm_config = SimpleNamespace(
-        model_config=options,
-        parallel_config=options,
-        use_v2_model_runner=True,
-        watermark_config=options.watermark_config,
-    )
+@pytest.mark.parametrize("name", engine_config.OF_VLLMS_SAMPLER)
+@pytest.mark.parametrize("owner", ["model_config", "parallel_config", None])
+def test_options_of_vllms_sampler_alone(name, owner):
+    owners = {"model_config": SimpleNamespace(runner_type="generate"), "parallel_config": SimpleNamespace()}
+    vllm_config = SimpleNamespace(**owners, use_v2_model_runner=True)
+    setattr(owners.get(owner, vllm_config), name, True)
     with pytest.raises(ValueError, match=f"{name} does not work with"):
         check_engine(vllm_config, RolloutSpecConfig(speculation=False))
 
