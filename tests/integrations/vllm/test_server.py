@@ -15,7 +15,7 @@ from rollout_spec import engine_kwargs
 from tests.conftest import wait_until
 from tests.integrations.engines import RESIDENT, build, every_draft, generate, mixed_params, own_processes
 from tests.integrations.server import PROMPT, Server
-from tests.integrations.vllm.test_stop_strings import stopping_params
+from tests.integrations.vllm.test_compat import stopping_params
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, own_processes]
 
