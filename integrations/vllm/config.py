@@ -452,10 +452,10 @@ def shown_ranges(ranges: Iterable[tuple[int, int, int]]) -> str:
 
 
 def describe_engine(vllm_config: Any, config: RolloutSpecConfig) -> str:
-    """What speculation an engine has, and what it lacks, in one line. `vllm_config` is complete."""
+    """What speculation an engine has, in one line. `vllm_config` is complete."""
     runner = "V2 model runner" if vllm_config.use_v2_model_runner else "V1 model runner"
     scheduling = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
-    parts, lacks = ["no drafts (speculation=False)"], []
+    parts = ["no drafts (speculation=False)"]
     if config.speculation:
         speculative = vllm_config.speculative_config
         is_measured = hasattr(speculative, OUR_SCHEDULE)
@@ -473,13 +473,6 @@ def describe_engine(vllm_config: Any, config: RolloutSpecConfig) -> str:
             parts.append(f"history in {config.history_dir}")
         elif has_history(config.drafter):
             parts.append("history ends with the engine")
-        if config.drafts_on_host or not is_measured:
-            lacks.append("asynchronous scheduling" if config.drafts_on_host else "a budget")
-        if config.verify == "rejection":
-            lacks.append("rollouts that do not depend on drafts")
         runner += f" ({getattr(speculative, RUNNER_REASON)})"
-    if not vllm_config.use_v2_model_runner:
-        lacks.append("logprob_token_ids and logits processors of your own")
     parts.append(f"{scheduling} scheduling in the {runner}")
-    line = f"rollout_spec {__version__} is on: {'; '.join(parts)}"
-    return f"{line}. Not here: {', '.join(lacks)}" if lacks else line
+    return f"rollout_spec {__version__} is on: {'; '.join(parts)}"

@@ -151,23 +151,17 @@ def test_steps_are_timed_and_ranks_share_what_they_took():
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    ("drafter", "method"),
-    [
-        *(("suffix", name) for name in ("row_of", "learn_step", "propose_rows", "update_index", "output_of")),
-        ("tests.adversaries.Adversary", "extend"),
-    ],
-)
-def test_a_drafter_that_raises_ends_speculation_or_where_other_ranks_go_on_the_run(drafter, method, ranks):
+@pytest.mark.parametrize("method", ["row_of", "learn_step", "propose_rows", "update_index", "output_of"])
+def test_a_drafter_that_raises_ends_speculation_or_where_other_ranks_go_on_the_run(method, ranks):
+    """Faults of a user's own, in engines: `test_faults.py`."""
     share = (lambda values: values) if ranks == 2 else None
-    late = {"index_late": method == "update_index"}
-    session = a_session(share, budget=False, drafter=drafter, drafter_options={}, **late)
-    of_user, requests = drafter != "suffix", {"a": a_request((7, 8)), "b": a_request((7, 8))}
+    session = a_session(share, budget=False, index_late=method == "update_index")
+    requests = {"a": a_request((7, 8)), "b": a_request((7, 8))}
 
     def broken(*args, **kwargs):
         raise ArithmeticError("broken")
 
-    setattr(session.drafter._drafter if of_user else session.drafter, method, broken)
+    setattr(session.drafter, method, broken)
 
     def go_through_a_life():
         drafts = []
