@@ -10,9 +10,6 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-SECONDS_FOR_THE_FIRST_RANK = 2
-"""What fails on all ranks alike, such as broken logits, is told by the first one, if it comes first."""
-
 
 def _ranks_of(vllm_config: Any) -> Any:
     """vLLM's group of tensor-parallel ranks; None for a single rank."""
@@ -73,5 +70,5 @@ def end_if_unheard(vllm_config: Any, error: Exception) -> None:
         return
     rank = _ranks_of(vllm_config).rank_in_group
     logger.critical("tensor-parallel rank %d cannot go on, and ends the engine", rank, exc_info=error)
-    time.sleep(SECONDS_FOR_THE_FIRST_RANK)
+    time.sleep(2)  # what fails on all ranks alike, such as broken logits, is told by the first one, if it comes first
     os._exit(1)

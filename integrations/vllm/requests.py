@@ -49,7 +49,7 @@ def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
         extra_args: The request's `SamplingParams.extra_args`.
 
     Raises:
-        ValueError: an option is unknown, misspelt, given twice or of a wrong value.
+        ValueError, TypeError: an option is unknown, misspelt, given twice or of a wrong value.
     """
     if extra_args is None:
         return RequestOptions()
@@ -82,16 +82,12 @@ def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """An option's value as Python's. Raises ValueError if it is wrong."""
+    """An option's value as Python's. Raises ValueError or TypeError if it is wrong."""
     if name == "problem_id":
-        expected, is_integer = "an integer from 0 to 2^64 - 1", isinstance(value, int | np.integer)
-        if is_integer and not isinstance(value, bool | np.bool_) and 0 <= int(value) <= MAX_PROBLEM_ID:
-            return int(value)
-    else:
-        expected = "true or false"
-        if isinstance(value, bool | np.bool_ | int | float) and value in (True, False):  # 1 and 0 over HTTP
-            return bool(value)
-    raise ValueError(f"{name} must be {expected}, got {shown(value)}")
+        return checks.integer(name, value, 0, MAX_PROBLEM_ID)
+    if isinstance(value, bool | np.bool_ | int | float) and value in (True, False):  # 1 and 0 over HTTP
+        return bool(value)
+    raise ValueError(f"{name} must be true or false, got {shown(value)}")
 
 
 def without_history(extra_args: Mapping[str, Any] | None) -> Any:

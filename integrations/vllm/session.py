@@ -103,8 +103,7 @@ class Session:
         Raises:
             ValueError: the request's own options are wrong.
         """
-        extra_args = request.sampling_params.extra_args
-        options = request_options(extra_args)
+        options = request_options(request.sampling_params.extra_args)
         if options.own_only:
             return Conversation(None, length=len(prompt_token_ids))
         given = options.problem_id
@@ -380,8 +379,6 @@ class HostSession(Session):
         if self._share_from_first_rank is not None:
             raise error
         self.enabled = self.is_drafter_alive = False
-        if self.engine_history is not None:
-            self.engine_history.end_requests()
         self.stats.drafter_errors += 1
         logger.error("the drafter raised: speculation is off from here on, sampling goes on unchanged", exc_info=error)
 

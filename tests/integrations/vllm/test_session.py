@@ -363,19 +363,6 @@ def test_rollouts_that_are_not_kept_are_not_taken_for_known():
     assert session.drafter._store.num_tokens == 0
 
 
-def test_a_named_problem_is_kept_apart_and_its_turns_are_known_too():
-    session = a_session(budget=False)
-    say(session, "a", ROOT, [30, 31, 32, 33], rollout_spec={"problem_id": 7})
-    stored = session.drafter._store.num_tokens
-    say(session, "b", [*ROOT, 30], [31, 32])
-    assert set(session.drafter._problems) == {7, problem_of_prompt([*ROOT, 30])}
-    assert session.problems.root_of(7) is None
-    assert session.problems.root_of(problem_of_prompt([*ROOT, 30])).length == 21
-    say(session, "a2", [*ROOT, 30, 31, 32, 33, *ANSWER], [30], rollout_spec_problem_id=7)
-    assert set(session.drafter._problems) == {7, problem_of_prompt([*ROOT, 30])}
-    assert session.drafter._store.num_tokens == stored + 21 + 2 + 24 + len(ANSWER) + 1
-
-
 # -- history that lasts ----------------------------------------------------------------------------------------------
 
 
@@ -415,14 +402,3 @@ def test_prompts_of_embeddings_keep_no_complete_batch_waiting(tmp_path, names):
     assert session.drafter.history_summary()["rollouts"] == 1
     session.close()
     assert [rollout.tokens.tolist() for rollout in rollouts_in(tmp_path)] == [[9]]
-
-
-def test_history_counts_no_request_once_the_drafter_has_raised(tmp_path):
-    session = with_folder(tmp_path)
-    schedule(session, {"a": a_request((1, 2)), "b": a_request((1, 2)), "c": a_request((3, 4))})
-    history = session.engine_history
-    assert history._live.total() == 3
-    session._switch_off(ArithmeticError())
-    assert not history._live
-    assert not history._thread._watched
-    session.close()
