@@ -197,22 +197,17 @@ def reasons_for_v1(vllm_config: Any, config: RolloutSpecConfig) -> list[str]:
         return [f"drafter={config.drafter!r}, which is on the host"] if config.drafts_on_host else []
     if has_model_drafter(vllm_config):
         return []
+    from vllm.v1.executor.abstract import Executor
+
     reasons = []
     if not has_options("device", config.drafter_options):
         reasons.append(f"drafter_options={dict(config.drafter_options)}, which drafters on the host have")
     if not has_gpu():
         reasons.append("drafts without an NVIDIA GPU")
-    if not _schedules_asynchronously(vllm_config):
+    is_allowed = vllm_config.scheduler_config.async_scheduling is not False
+    if not (is_allowed and Executor.get_class(vllm_config).supports_async_scheduling()):
         reasons.append("drafts with synchronous scheduling")
     return reasons
-
-
-def _schedules_asynchronously(vllm_config: Any) -> bool:
-    """Whether vLLM may schedule a step before the last one's tokens are known."""
-    from vllm.v1.executor.abstract import Executor
-
-    is_allowed = vllm_config.scheduler_config.async_scheduling is not False
-    return is_allowed and bool(Executor.get_class(vllm_config).supports_async_scheduling())
 
 
 def note_runner(vllm_config: Any) -> None:
