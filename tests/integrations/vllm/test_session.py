@@ -30,35 +30,17 @@ class Outcome(NamedTuple):
 
 def a_request(prompt=(1, 2, 3)):
     params = SimpleNamespace(
-        temperature=1.0,
-        seed=5,
-        max_tokens=200,
-        eos_token_id=None,
-        stop_token_ids=[],
-        stop=[],
-        min_tokens=0,
-        extra_args=None,
+        temperature=1.0, seed=5, max_tokens=200, min_tokens=0, eos_token_id=None, stop_token_ids=[], extra_args=None
     )
-    return SimpleNamespace(
-        prompt_token_ids=list(prompt),
-        prefill_token_ids=None,
-        sampling_params=params,
-        lora_request=None,
-        mm_features=None,
-    )
+    return SimpleNamespace(prompt_token_ids=list(prompt), sampling_params=params, lora_request=None, mm_features=None)
 
 
 def a_session(share_from_first_rank=None, *, index_late=False, **options):
     config = RolloutSpecConfig(**{"num_speculative_tokens": 4, "drafter": "suffix", **options})
+    model = SimpleNamespace(max_model_len=500, get_vocab_size=lambda: 50, get_hidden_size=lambda: 8, model="policy")
+    model.hf_text_config, model.skip_tokenizer_init = SimpleNamespace(model_type="llama"), True
     engine = SimpleNamespace(
-        model_config=SimpleNamespace(
-            max_model_len=500,
-            get_vocab_size=lambda: 50,
-            get_hidden_size=lambda: 8,
-            hf_text_config=SimpleNamespace(model_type="llama"),
-            model="policy",
-            skip_tokenizer_init=True,
-        ),
+        model_config=model,
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         scheduler_config=SimpleNamespace(max_num_scheduled_tokens=None, max_num_batched_tokens=64),
         compilation_config=SimpleNamespace(cudagraph_mode=None),
