@@ -27,6 +27,7 @@ arrived, as when a problem is evicted and needed again within a step or two.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -39,9 +40,8 @@ from torch import Tensor
 from rollout_spec import checks
 from rollout_spec.drafters.base import Tokens
 from rollout_spec.drafters.device import kernels
-from rollout_spec.drafters.device.archive import Archived, Ranges
 from rollout_spec.drafters.host.constants import CELLS, MAX_DEPTH, SOURCES
-from rollout_spec.features import FEATURE_WORDS, Features, no_features
+from rollout_spec.features import FEATURE_WORDS, no_features
 from rollout_spec.history.problems import problem_of_prompt
 from rollout_spec.history.store import Rollout, RolloutStore, check_rollouts
 from rollout_spec.transfers import copy_to_host, runs_later, upload
@@ -50,12 +50,13 @@ MAX_RESIDENT_TOKENS = 4_000_000
 """Ended rollouts' tokens that are kept on the device, unless it is told otherwise."""
 MAX_INDEX_BYTES = 1 << 26
 """Most bytes of the index of all problems' texts."""
-MAX_MEMBERS = 255
-"""Most documents of one problem that are scanned, newest first; ended ones are the first to be left out."""
+MAX_MEMBERS = kernels.MAX_MEMBERS.value
 TOKENS_PER_DOCUMENT, TOKENS_PER_PROBLEM = 16, 256
 """Tokens of ended rollouts per entry of the table of documents, and of that of problems."""
 MORE_ROOM = 1024
 """For at least so many further tokens a live request gets room when it needs some."""
+NEVER = 2**31 - 1
+"""As a length at which a text ends."""
 NO_PROBLEM = -(2**64)
 """A request without a problem has the id NO_PROBLEM - slot. Hashes and callers' ids are never negative."""
 
@@ -63,6 +64,75 @@ NO_PROBLEM = -(2**64)
 def token_bytes(*, features: bool) -> int:
     """Bytes that a token of a text takes, with or without what the target saw at it."""
     return 4 + 8 * FEATURE_WORDS * features
+
+
+class Ranges:
+    """Allocates ranges of an array of fixed size, first fit; freed neighbours are joined. O(number of gaps) per call.
+
+    Attributes:
+        gaps: The free ranges (first element, size), in order.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.gaps: list[tuple[int, int]] = [(0, size)] if size else []
+
+    def allocate(self, size: int) -> int | None:
+        """Take a range of this size and return its first element; None if no gap is large enough."""
+        for i, (start, free) in enumerate(self.gaps):
+            if free >= size:
+                self.gaps[i : i + 1] = [(start + size, free - size)] if free > size else []
+                return start
+        return None
+
+    def release(self, start: int, size: int) -> None:
+        """Free a range, which may be empty."""
+        if not size:
+            return
+        i = bisect_left(self.gaps, (start, size))
+        if i < len(self.gaps) and start + size == self.gaps[i][0]:
+            size += self.gaps.pop(i)[1]
+        if i and sum(self.gaps[i - 1]) == start:
+            start, size = self.gaps[i - 1][0], size + self.gaps.pop(i - 1)[1]
+            i -= 1
+        self.gaps.insert(i, (start, size))
+
+
+@dataclass(slots=True)
+class Archived:
+    """A rollout on the host, or on its way there (`rollout_spec.history.store.EndedRollout`)."""
+
+    problem_id: int
+    order: int  # number of requests that started before it
+    capacity: int  # size of `tokens` while the copy is under way
+    tokens: Tensor  # int32: the end of the prompt and the output; after the output unused until it has arrived
+    features: Tensor  # int64 [tokens, FEATURE_WORDS] of them, or [0, FEATURE_WORDS]
+    fields: Tensor | None = None
+    """int64 [3]: offset, length and prompt, as in the table of documents; None once the rollout has arrived."""
+    copied: torch.cuda.Event | None = None
+    """Recorded after the copy from the device; None where there is none."""
+    num_context: int = 0
+    """Tokens of the prompt; like the next, 0 until it has arrived."""
+    num_sampled: int = 0
+
+    def arrive(self, *, wait: bool) -> bool:
+        """Copy what has arrived to pageable memory, without the unused end."""
+        if self.fields is None:
+            return True
+        if self.copied is not None:
+            if wait:
+                self.copied.synchronize()
+            elif not self.copied.query():
+                return False
+        _, length, self.num_context = self.fields.tolist()
+        self.num_sampled = length - self.num_context
+        self.tokens, self.features = self.tokens[:length].clone(), self.features[:length].clone()
+        self.fields = None
+        return True
+
+    def read(self) -> Rollout:
+        tokens, features = self.tokens.numpy(), self.features.numpy()
+        of_output = features[self.num_context :] if features.size else None
+        return Rollout(self.problem_id, tokens[: self.num_context], tokens[self.num_context :], of_output)
 
 
 class EndedRequest(NamedTuple):
@@ -74,7 +144,7 @@ class EndedRequest(NamedTuple):
     stop_token_ids: Sequence[int] = ()
     min_tokens: int = 0
     """Output tokens below which a stop token does not end it."""
-    max_tokens: int = 2**31 - 1
+    max_tokens: int = NEVER
     """Output tokens after which it ends."""
     keep: bool = True
     """Whether its rollout stays in the history. Otherwise its text goes, but not what was learnt from outcomes."""
@@ -115,15 +185,6 @@ class _InSlot:
     prompt_length: int
     order: int
     """Requests started before it."""
-
-
-class _Retired(NamedTuple):
-    """A request that has ended, and the place of its rollout in the pool."""
-
-    ended: EndedRequest
-    live: _InSlot
-    start: int
-    capacity: int
 
 
 class DeviceDrafter:
@@ -183,6 +244,7 @@ class DeviceDrafter:
         # Two to four entries per token of the pool, while that is not too much.
         num_entries = min(1 << (2 * max_resident_tokens).bit_length(), MAX_INDEX_BYTES // 8)
         columns = kernels.COLUMNS.value
+        num_buckets = max(num_entries // columns, 1)
         position_bits = max(max_model_len, max_problem_tokens).bit_length()
         stamp_shift = position_bits + num_documents.bit_length()
         self._max_stamp = (1 << 63 - stamp_shift) - 1
@@ -197,8 +259,8 @@ class DeviceDrafter:
             tokens=new(num_tokens, dtype=torch.int32, device=device),
             documents=new(num_documents, kernels.FIELDS.value, dtype=torch.int64, device=device),
             features=new(num_tokens * self.wants_features, FEATURE_WORDS, dtype=torch.int64, device=device),
-            index=new(max(num_entries // columns, 1), columns, dtype=torch.int64, device=device),
-            layout=(position_bits, stamp_shift),
+            index=new(num_buckets, columns, dtype=torch.int64, device=device),
+            layout=(position_bits, stamp_shift, num_buckets),
         )
         num_drafted = new(max_requests, dtype=torch.int32, device=device)
         drafted = new(max_requests, max_draft_tokens, dtype=torch.int32, device=device)
@@ -219,7 +281,7 @@ class DeviceDrafter:
         self._num_archived = 0  # sum of their capacities
         self._changed_problems: dict[int, _Problem] = {}
         self._changed_documents: dict[int, tuple[int, ...]] = {}
-        self._unindexed: list[int] = []  # documents that have been uploaded
+        self._unindexed: set[int] = set()  # documents that have been uploaded
 
     # -- requests come and go ----------------------------------------------------------------------------------------
 
@@ -291,17 +353,6 @@ class DeviceDrafter:
         for piece in old_pieces:
             self._pool.release(*piece)
 
-    def preempt_request(self, slot: int) -> None:
-        """Take a preempted request out of its slot.
-
-        Raises:
-            ValueError: the slot is free.
-        """
-        live, piece = self._leave(slot)
-        self._pool.release(*piece)
-        live.problem.members.remove(slot)
-        self._mark_idle_if_unused(live.problem)
-
     def stop_requests(self, ended: Sequence[EndedRequest]) -> None:
         """End requests; their rollouts enter the history, unless they are not to be kept.
 
@@ -315,30 +366,35 @@ class DeviceDrafter:
         # Places first: finding one may evict others, also rollouts of this call, which are not retired then. The rest
         # of a request's piece is freed only after that, so that nobody gets it. Problems become idle last: from then on
         # they may be evicted.
-        retired: dict[int, _Retired] = {}
+        retired: dict[int, tuple[EndedRequest, _InSlot]] = {}  # by document
         left: dict[int, _Problem] = {}
         for request in ended:
-            live, (start, size) = self._leave(request.slot)
+            slot, live = request.slot, self._live.pop(request.slot)
             problem = left[live.problem.row] = live.problem
+            problem.num_live -= 1
+            self.rollouts.release(problem.problem_id)
+            self._changed_problems[problem.row] = problem
+            # Without a stamp nobody finds it any more.
+            self._changed_documents[slot] = (0, 0, 0, problem.row, 0, 0, 0)
+            start, size = self._pieces[slot].tolist()
+            self._pieces[slot] = 0
             context = min(live.prompt_length, MAX_DEPTH)
             begin = live.prompt_length - context
             capacity = min(request.length, size) - begin
-            keeps = request.keep and capacity > context
+            keeps = request.keep and problem.is_shared and capacity > context
             place = self._place(problem, capacity, start + begin) if keeps else None
             if place is None:
                 self._pool.release(start, size)
-                problem.members.remove(request.slot)
+                problem.members.remove(slot)
                 continue
             document, first = place
             self._pool.release(start, begin)
             self._pool.release(first + capacity, size - begin - capacity)
-            problem.members[problem.members.index(request.slot)] = document
+            problem.members[problem.members.index(slot)] = document
             self._keep(problem, document, first, capacity)
             retired.pop(document, None)  # a rollout of this call that was evicted for this one
-            retired[document] = _Retired(request, live, first, capacity)
-        retired = {document: entry for document, entry in retired.items() if document in entry.live.problem.pieces}
-        if retired:
-            self._retire(retired)
+            retired[document] = request, live
+        self._retire({document: of for document, of in retired.items() if document in of[1].problem.pieces})
         for problem in left.values():
             self._mark_idle_if_unused(problem)
         kernels.halve_full(self._counts)
@@ -356,32 +412,20 @@ class DeviceDrafter:
             features = no_features(tokens.size if self.wants_features else 0)
             if self.wants_features and rollout.features is not None:
                 features[rollout.context.size :] = rollout.features
-            texts = torch.from_numpy(tokens), torch.from_numpy(features)
-            order = self._num_started
-            self._num_started += 1
             problem = self._problems.get(rollout.problem_id)
             if problem is None and not self.rollouts.knows(rollout.problem_id):
                 problem = self._add_problem(rollout.problem_id)
+            texts = torch.from_numpy(tokens), torch.from_numpy(features)
             sizes = {"num_context": rollout.context.size, "num_sampled": rollout.tokens.size}
-            self._archive(Archived(rollout.problem_id, order, tokens.size, *texts, **sizes), record=False)
-            if problem is None:
-                continue
-            self._idle.pop(rollout.problem_id, None)
-            place = self._place(problem, tokens.size)
-            self._mark_idle_if_unused(problem)
-            if place is not None:
-                document, start = place
-                self._write_text(start, tokens, features)
-                self._take_in(problem, document, start, tokens.size, rollout.context.size)
-            elif problem.num_live == 0:
-                self._evict(problem)
-
-    def _write_text(self, start: int, tokens: NDArray[np.int32], features: Features) -> None:
-        """Upload a text to its place in the pool."""
-        place = slice(start, start + tokens.size)
-        self._texts.tokens[place] = upload(tokens, self._device)
-        if self.wants_features:
-            self._texts.features[place] = upload(features, self._device)
+            archived = Archived(rollout.problem_id, self._num_started, tokens.size, *texts, **sizes)
+            self._num_started += 1
+            self._archive(archived, record=False)
+            if problem is not None:
+                self._idle.pop(rollout.problem_id, None)
+                has_place = self._bring(problem, archived)
+                self._mark_idle_if_unused(problem)
+                if not has_place and problem.num_live == 0:
+                    self._evict(problem)
 
     def warm_up(
         self,
@@ -411,13 +455,9 @@ class DeviceDrafter:
                 if num_given_tokens:
                     given = torch.zeros(batch, num_given_tokens, dtype=torch.int64, device=self._device)
                     self.continue_drafts(slots, nothing, given, seeds, temperature)
-        row = np.zeros((1, kernels.RETIRED_FIELDS), np.int64)
-        row[0, 1] = self._free_documents[0]
-        stops = np.full((1, 1), -1, np.int32)
-        rows = upload(row, self._device), upload(stops, self._device)
-        kernels.retire(*rows, self._texts)
-        kernels.move(torch.zeros(1, 3, dtype=torch.int64, device=self._device), self._texts)
-        kernels.index(torch.zeros(1, dtype=torch.int64, device=self._device), self._texts)
+        row = torch.zeros(1, kernels.RETIRED_FIELDS.value, dtype=torch.int64, device=self._device)
+        kernels.retire(row, row[:, :1].int(), self._texts)
+        kernels.move(row[:, :3].contiguous(), self._texts)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -555,20 +595,6 @@ class DeviceDrafter:
 
     # -- bookkeeping -------------------------------------------------------------------------------------------------
 
-    def _leave(self, slot: int) -> tuple[_InSlot, tuple[int, int]]:
-        """Take a request out of its slot. Returns it, and the piece of the pool that its text is in."""
-        live = self._live.pop(slot, None)
-        if live is None:
-            raise ValueError(f"slot {slot} is free: start_request comes first")
-        self.rollouts.release(live.problem.problem_id)
-        live.problem.num_live -= 1
-        self._changed_problems[live.problem.row] = live.problem
-        # Without a stamp nobody finds it any more.
-        self._changed_documents[slot] = (0, 0, 0, live.problem.row, 0, 0, 0)
-        start, size = self._pieces[slot].tolist()
-        self._pieces[slot] = 0
-        return live, (start, size)
-
     def _add_problem(self, problem_id: int) -> _Problem:
         """A problem that is not on the device yet. Where there is no row for it, the one that is idle longest goes."""
         if not self._free_rows:
@@ -581,13 +607,22 @@ class DeviceDrafter:
         fields = first, length, prompt_length, problem.row, problem.problem_id % kernels.COLUMNS.value, 0
         self._changed_documents[document] = (*fields, self._new_stamp(problem))
 
-    def _take_in(self, problem: _Problem, document: int, start: int, size: int, prompt_length: int) -> None:
-        """Make a text that has been uploaded to the pool, at `start`, the newest of its problem."""
+    def _bring(self, problem: _Problem, rollout: Archived) -> bool:
+        """Upload a rollout as its problem's newest; False: there is no place for it."""
+        size = rollout.tokens.numel()
+        place = self._place(problem, size)
+        if place is None:
+            return False
+        document, start = place
+        self._texts.tokens[start : start + size] = upload(rollout.tokens.numpy(), self._device)
+        if self.wants_features:
+            self._texts.features[start : start + size] = upload(rollout.features.numpy(), self._device)
         problem.members.insert(0, document)
         self._keep(problem, document, start, size)
-        self._describe(document, problem, start, size, prompt_length)
-        self._unindexed.append(document)
+        self._describe(document, problem, start, size, rollout.num_context)
+        self._unindexed.add(document)
         self._changed_problems[problem.row] = problem
+        return True
 
     def _keep(self, problem: _Problem, document: int, start: int, size: int) -> None:
         """A piece of the pool holds an ended rollout from now on."""
@@ -667,32 +702,35 @@ class DeviceDrafter:
         self._free_rows.append(problem.row)
         del self._problems[problem.problem_id], self._idle[problem.problem_id]
 
-    def _retire(self, retired: Mapping[int, _Retired]) -> None:
-        """Find where rollouts end, and copy them to the host."""
-        most_stops = max(1, *(len(entry.ended.stop_token_ids) for entry in retired.values()))
+    def _retire(self, retired: Mapping[int, tuple[EndedRequest, _InSlot]]) -> None:
+        """Find where rollouts end, and copy them to the host. retired: By document."""
+        if not retired:
+            return
+        most_stops = max(1, *(len(request.stop_token_ids) for request, _ in retired.values()))
         stops = np.full((len(retired), most_stops), -1, np.int32)
-        rows = np.zeros((len(retired), kernels.RETIRED_FIELDS), np.int64)
+        rows = np.zeros((len(retired), kernels.RETIRED_FIELDS.value), np.int64)
         # Before any is drawn: had numbering begun anew in between, those drawn earlier would outrank all later texts.
         self._reserve_stamps(len(retired))
-        for n, (document, (request, live, _, capacity)) in enumerate(retired.items()):
+        for n, (document, (request, live)) in enumerate(retired.items()):
             stops[n, : len(request.stop_token_ids)] = request.stop_token_ids
             may_stop = live.prompt_length + max(request.min_tokens, 1)
-            must_stop = min(live.prompt_length + request.max_tokens, 2**31 - 1)
-            rows[n] = request.slot, document, capacity, may_stop, must_stop, self._new_stamp(live.problem)
-        uploaded = upload(rows, self._device), upload(stops, self._device)
-        kernels.retire(*uploaded, self._texts)
-        copies, copied = [], None
-        for document, (_, live, start, capacity) in retired.items():
-            place = slice(start, start + capacity)
+            must_stop = min(live.prompt_length + request.max_tokens, NEVER)
+            capacity, stamp = live.problem.pieces[document][1], self._new_stamp(live.problem)
+            rows[n] = request.slot, document, capacity, may_stop, must_stop, stamp
+        kernels.retire(upload(rows, self._device), upload(stops, self._device), self._texts)
+        copies = []
+        for document, (_, live) in retired.items():
+            start, size = live.problem.pieces[document]
+            place = slice(start, start + size)
             parts = self._texts.tokens[place], self._texts.features[place], self._texts.documents[document, :3]
-            copies.append((live, *map(copy_to_host, parts)))
+            copies.append(Archived(live.problem.problem_id, live.order, size, *map(copy_to_host, parts)))
         if runs_later(self._device):
             copied = torch.cuda.Event()
             copied.record()
-        for live, tokens, features, fields in copies:
-            if live.problem.is_shared:  # others are never looked up again
-                of = live.problem.problem_id, live.order, tokens.numel()
-                self._archive(Archived(*of, tokens, features, fields, copied), record=True)
+            for rollout in copies:
+                rollout.copied = copied
+        for rollout in copies:
+            self._archive(rollout, record=True)
 
     def _archive(self, rollout: Archived, *, record: bool) -> None:
         """Keep a rollout on the host, and drop the oldest ones until the bound holds."""
@@ -703,52 +741,36 @@ class DeviceDrafter:
 
     def _upload(self, problem: _Problem) -> None:
         """Bring a problem's newest rollouts from the host."""
-        texts: list[Archived] = []
-        num_tokens = 0
         newest_first = sorted(self.rollouts.of_problem(problem.problem_id), key=lambda rollout: -rollout.order)
+        num_tokens, wanted = 0, []
         for rollout in newest_first[:MAX_MEMBERS]:
             rollout.arrive(wait=True)
             num_tokens += rollout.tokens.numel()
             if num_tokens > self._max_problem_tokens:
                 break
             if rollout.num_sampled:
-                texts.append(rollout)
-        sizes = np.cumsum([text.tokens.numel() for text in texts])
-        count = len(texts)
-        start = None
-        while count and start is None:
-            size = int(sizes[count - 1])
-            fits = len(self._free_documents) >= count and self._num_resident + size <= self._max_resident_tokens
-            start = self._pool.allocate(size) if fits else None
-            if start is None and self._idle:
-                self._evict_oldest()
-            elif start is None:
-                count //= 2
-        if start is None:
-            return
-        texts = texts[:count]
-        tokens, features = torch.cat([text.tokens for text in texts]), torch.cat([text.features for text in texts])
-        self._write_text(start, tokens.numpy(), features.numpy())
-        ends = start + sizes[:count]
-        for text, end in reversed(list(zip(texts, ends.tolist(), strict=True))):
-            size = text.tokens.numel()
-            self._take_in(problem, self._free_documents.pop(), end - size, size, text.num_context)
+                wanted.append(rollout)
+        for rollout in reversed(wanted):
+            self._bring(problem, rollout)
 
     def _publish(self) -> None:
         """Upload the rows of the device's tables that have changed, and index the texts that were uploaded."""
         if self._changed_documents:
             self._write(self._texts.documents, self._changed_documents)
-            self._changed_documents = {}
         if self._unindexed:
-            kernels.index(upload(np.array(self._unindexed, np.int64), self._device), self._texts)
-            self._unindexed = []
+            fields = {document: self._changed_documents[document] for document in self._unindexed}
+            rows = [(document, document, row[1], NEVER, NEVER, row[-1]) for document, row in fields.items()]
+            no_stops = torch.full((len(rows), 1), -1, dtype=torch.int32, device=self._device)
+            kernels.retire(upload(np.array(rows, np.int64), self._device), no_stops, self._texts)
+            self._unindexed = set()
+        self._changed_documents = {}
         if self._changed_problems:
-            rows = np.zeros((len(self._changed_problems), 1 + MAX_MEMBERS), np.int32)
-            for row, problem in zip(rows, self._changed_problems.values(), strict=True):
+            values = np.zeros((len(self._changed_problems), 1 + MAX_MEMBERS), np.int32)
+            for row, problem in zip(values, self._changed_problems.values(), strict=True):
                 members = problem.scanned_members()
                 row[0] = len(members)
                 row[1 : 1 + len(members)] = members
-            self._write(self._texts.members, dict(zip(self._changed_problems, rows, strict=True)))
+            self._write(self._texts.members, dict(zip(self._changed_problems, values, strict=True)))
             self._changed_problems = {}
 
     def _write(self, table: Tensor, rows: Mapping[int, object]) -> None:

@@ -2,11 +2,11 @@
 
 A step is three launches, whatever the batch: `_extend_kernel` copies the new tokens and counts the last drafts'
 outcomes, `_scan_kernel` finds each request's matches in its problem's texts and looks other problems' up in the index,
-and `_draft_kernel` drafts from them. `_move_kernel` copies texts to where there is more room, `_retire_kernel` finds
-where requests have ended, and `_index_kernel` indexes texts that come from the host. Counters are integers, and of the
-entries for one place of the index the largest stays, so that the order in which programs run does not matter: the same
-input gives the same drafts on every rank. Nothing waits for the device and sizes that change are read from memory, so a
-step can be captured in a CUDA graph.
+and `_draft_kernel` drafts from them. `_move_kernel` copies texts to where there is more room; `_retire_kernel` finds
+where requests have ended, and indexes texts that come from the host. Counters are integers, and of the entries for one
+place of the index the largest stays, so that the order in which programs run does not matter: the same input gives the
+same drafts on every rank. Nothing waits for the device and sizes that change are read from memory, so a step can be
+captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -43,9 +43,12 @@ FIELDS = tl.constexpr(7)
 """Columns of the table of documents, int64: first token in the text, number of tokens, how many of these are prompt,
 its problem's row in `Texts.members`, its problem's column in the index, for live requests how many tokens there is room
 for, and its stamp. A later text has a larger stamp; one that other problems must not see has 0."""
-RETIRED_FIELDS = 6
-"""Columns of a row of `retire`: slot, new document, its capacity, two lengths, prompt included (the least at which a
-stop token ends the request, and the one at which it ends in any case), and the new document's stamp."""
+RETIRED_FIELDS = tl.constexpr(6)
+"""Columns of a row of `retire`: the document that ends (a slot), the new one, its capacity, two lengths, prompt
+included (the least at which a stop token ends it, and the one at which it ends in any case), and the new one's stamp.
+"""
+MAX_MEMBERS = tl.constexpr(255)
+"""Most documents of one problem that are scanned, newest first; ended ones are the first to be left out."""
 SHARED_ORDER = tl.constexpr(3)
 """Tokens of context by which other problems' texts are found. Four and six gave fewer tokens per step on recorded
 rollouts."""
@@ -96,7 +99,7 @@ class Texts(NamedTuple):
     """What requests and ended rollouts have said, and which of them belong together."""
 
     members: Tensor
-    """int32 [P, 1 + most members]: how many documents a problem has, and which, newest first."""
+    """int32 [P, 1 + MAX_MEMBERS]: how many documents a problem has, and which, newest first."""
     tokens: Tensor
     """int32 [T], of live requests and of ended rollouts."""
     documents: Tensor
@@ -106,8 +109,9 @@ class Texts(NamedTuple):
     index: Tensor
     """int64 [a power of two, COLUMNS]. Row: a hash of the SHARED_ORDER tokens before a token; column: its problem's.
     The entry says where the token is. Of several the newest text's stays, and in it the last. 0: there is none."""
-    layout: tuple[int, int]
-    """(bits of the position, first bit of the stamp): from high to low an entry is stamp, document number, position."""
+    layout: tuple[int, int, int]
+    """(bits of the position, first bit of the stamp, rows) of the index: from high to low an entry is stamp, document
+    number, position."""
 
     @property
     def stored(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,17 +131,17 @@ class LastDrafts(NamedTuple):
 
 
 @triton.jit
-def _bucket(tokens_ptr, mask, num_buckets):
+def _bucket(tokens_ptr, mask, LAYOUT: tl.constexpr):
     """The row of the index for the SHARED_ORDER tokens before each pointer, int64."""
     state = 0
     for i in tl.static_range(SHARED_ORDER):
         token = tl.load(tokens_ptr - 1 - i, mask=mask, other=0).to(tl.uint32)
         state = unfinished_hash(state, token_key(token))
-    return finish_hash(state).to(tl.int64) & (num_buckets - 1)
+    return finish_hash(state).to(tl.int64) & (LAYOUT[2] - 1)
 
 
 @triton.jit
-def _enter(index_ptr, num_buckets, tokens_ptr, position, is_new, prompt, column, entry, LAYOUT: tl.constexpr):
+def _enter(index_ptr, tokens_ptr, position, is_new, prompt, column, entry, LAYOUT: tl.constexpr):
     """Enter tokens of a document's output into the index, by what was said before them.
 
     Args:
@@ -149,7 +153,7 @@ def _enter(index_ptr, num_buckets, tokens_ptr, position, is_new, prompt, column,
         entry: Its stamp and number, of `_entry`.
     """
     is_new &= position >= tl.where(entry >> LAYOUT[1] > 0, tl.maximum(prompt, SHARED_ORDER), MAX_POSITION)
-    at = _bucket(tokens_ptr, is_new, num_buckets) * COLUMNS + column
+    at = _bucket(tokens_ptr, is_new, LAYOUT) * COLUMNS + column
     tl.atomic_max(index_ptr + at, entry + position, mask=is_new, sem="relaxed")
 
 
@@ -159,7 +163,7 @@ def _entry(stamp, document, LAYOUT: tl.constexpr):
     return (stamp << LAYOUT[1]) | (document << LAYOUT[0])
 
 
-@triton.jit(do_not_specialize=["all_token_ids_stride", "num_buckets"])
+@triton.jit(do_not_specialize=["all_token_ids_stride"])
 def _extend_kernel(
     slots_ptr,  # int32 [B]
     all_token_ids_ptr,  # int32 [R, all_token_ids_stride]: the engine's tokens of each slot
@@ -177,7 +181,6 @@ def _extend_kernel(
     first_rows_ptr,  # int32 [B]: the first of each request's rows
     num_sampled_ptr,  # int32 [B]: how many of its last tokens come from them
     index_ptr,  # `Texts.index`
-    num_buckets,
     FEATURES: tl.constexpr,
     LAYOUT: tl.constexpr,  # of the index
     K: tl.constexpr,
@@ -215,7 +218,7 @@ def _extend_kernel(
     for start in range(length, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
         tl.store(text_ptr + i, tl.load(all_token_ids_ptr + i, mask=i < end, other=0), mask=i < end)
-        _enter(index_ptr, num_buckets, all_token_ids_ptr + i, i, i < end, prompt, column, entry, LAYOUT)
+        _enter(index_ptr, all_token_ids_ptr + i, i, i < end, prompt, column, entry, LAYOUT)
         if FEATURES != NOT_KEPT:
             i, word = i[:, None], tl.arange(0, FEATURE_WORDS)[None, :]
             value = tl.zeros([BLOCK, FEATURE_WORDS], tl.int64)
@@ -316,7 +319,7 @@ def _join(key, start, rank, TILE: tl.constexpr):
 
 
 @triton.jit
-def _look_up(index_ptr, num_buckets, text_ptr, documents_ptr, slot, found_ptr, LAYOUT: tl.constexpr):
+def _look_up(index_ptr, text_ptr, documents_ptr, slot, found_ptr, LAYOUT: tl.constexpr):
     """The matches of a request's last tokens in other problems' texts: int64 [MAX_CANDIDATES], at most COLUMNS of them.
 
     Writes their documents to `found_ptr`. An entry is out of date if its document has another stamp by now.
@@ -326,7 +329,7 @@ def _look_up(index_ptr, num_buckets, text_ptr, documents_ptr, slot, found_ptr, L
     own_length = tl.load(own + LENGTH).to(tl.int32)
     own_end = text_ptr + tl.load(own + OFFSET) + own_length
     can_look = (tl.load(own + STAMP) > 0) & (own_length >= SHARED_ORDER)
-    bucket = _bucket(own_end, can_look, num_buckets)
+    bucket = _bucket(own_end, can_look, LAYOUT)
     entry = tl.where(can_look, tl.load(index_ptr + bucket * COLUMNS + column), 0)
     position = (entry & ((1 << LAYOUT[0]) - 1)).to(tl.int32)
     document = (entry >> LAYOUT[0]) & ((1 << LAYOUT[1] - LAYOUT[0]) - 1)
@@ -347,7 +350,7 @@ def _look_up(index_ptr, num_buckets, text_ptr, documents_ptr, slot, found_ptr, L
     return tl.sum(tl.where(lane[:, None] == column[None, :], key[None, :], 0), 1)
 
 
-@triton.jit(do_not_specialize=["doc_splits", "members_stride", "num_buckets"])
+@triton.jit(do_not_specialize=["doc_splits"])
 def _scan_kernel(
     slots_ptr,  # int32 [B]
     num_sampled_ptr,  # int32 [B], 0: nothing is drafted for the request
@@ -355,8 +358,6 @@ def _scan_kernel(
     text_ptr,  # `Texts.tokens`
     documents_ptr,  # `Texts.documents`
     index_ptr,  # `Texts.index`
-    num_buckets,
-    members_stride,
     keys_ptr,  # int64 [B, splits, MAX_CANDIDATES], written
     found_ptr,  # int32 [B, COLUMNS], written: the documents that the index named
     doc_splits,
@@ -372,8 +373,8 @@ def _scan_kernel(
     # A text without room may lack its last tokens: nothing is drafted for it.
     if (tl.load(num_sampled_ptr + row) > 0) & (own_length < tl.load(own + CAPACITY)):
         if split == 0:
-            kept = _look_up(index_ptr, num_buckets, text_ptr, documents_ptr, slot, found_ptr + row * COLUMNS, LAYOUT)
-        members_ptr += tl.load(own + PROBLEM) * members_stride
+            kept = _look_up(index_ptr, text_ptr, documents_ptr, slot, found_ptr + row * COLUMNS, LAYOUT)
+        members_ptr += tl.load(own + PROBLEM) * (1 + MAX_MEMBERS)
         own_offset = tl.load(own + OFFSET)
         own_end, depth_limit = own_offset + own_length, tl.minimum(own_length, MAX_DEPTH)
         skip = (split % TILE_SPLITS) * TILE
@@ -422,14 +423,6 @@ def _best_matches(keys):
 def _rate(counts_ptr, cell, expected):
     """Probability that a drafted token is accepted: the rate of its cell, whose prior is the expected probability."""
     return (tl.load(counts_ptr + cell * 2 + 1) + PRIOR * expected) / (tl.load(counts_ptr + cell * 2) + PRIOR)
-
-
-@triton.jit
-def _length_bin(length):
-    length_bin = (length > LENGTH_EDGES[0]).to(tl.int32)
-    for n in tl.static_range(1, LENGTH_BINS - 1):
-        length_bin += (length > LENGTH_EDGES[n]).to(tl.int32)
-    return length_bin
 
 
 @triton.jit
@@ -571,7 +564,10 @@ def _cell(coupled, expected, longest):
     """The cell of `constants.CELLS` whose outcomes calibrate a drafted token."""
     from_one = tl.maximum(1.0 - expected, MIN_DISTANCE_FROM_ONE)
     probability_bin = tl.minimum((tl.log2(from_one) * -BINS_PER_HALVING).to(tl.int32), PROBABILITY_BINS - 1)
-    return (coupled.to(tl.int32) * PROBABILITY_BINS + probability_bin) * LENGTH_BINS + _length_bin(longest)
+    cell = (coupled.to(tl.int32) * PROBABILITY_BINS + probability_bin) * LENGTH_BINS
+    for n in tl.static_range(LENGTH_BINS - 1):
+        cell += (longest > LENGTH_EDGES[n]).to(tl.int32)
+    return cell
 
 
 @triton.jit
@@ -591,7 +587,6 @@ def _draft_kernel(
     text_ptr,  # `Texts.tokens`
     documents_ptr,  # `Texts.documents`
     features_ptr,  # `Texts.features`
-    members_stride,
     seeds_ptr,  # int64 [R]
     temperature_ptr,  # float32 [R]
     counts_ptr,  # int32, see `_extend_kernel`
@@ -617,7 +612,7 @@ def _draft_kernel(
     alive = lane < count
     own = documents_ptr + slot * FIELDS
     own_offset, own_length = tl.load(own + OFFSET), tl.load(own + LENGTH).to(tl.int32)
-    members_ptr += tl.load(own + PROBLEM) * members_stride
+    members_ptr += tl.load(own + PROBLEM) * (1 + MAX_MEMBERS)
     length, position, is_own, offset, limit, source, weight = _candidates(
         matches, alive, slot, members_ptr, found_ptr + row * COLUMNS, documents_ptr
     )
@@ -704,21 +699,19 @@ def _move_kernel(
                 tl.store(features_ptr + (new_offset + i) * FEATURE_WORDS + word, value, mask=i < length)
 
 
-@triton.jit(do_not_specialize=["num_stops", "num_buckets"])
+@triton.jit(do_not_specialize=["num_stops"])
 def _retire_kernel(
-    rows_ptr,  # int64 [N, ROW]; see RETIRED_FIELDS
+    rows_ptr,  # int64 [N, RETIRED_FIELDS]
     stops_ptr,  # int32 [N, num_stops]: tokens that end the request, -1: unused
     num_stops,
     text_ptr,  # `Texts.tokens`
     documents_ptr,  # `Texts.documents`
     index_ptr,  # `Texts.index`
-    num_buckets,
     LAYOUT: tl.constexpr,  # of the index
-    ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
-    rows_ptr += n * ROW
+    rows_ptr += n * RETIRED_FIELDS
     slot, document, capacity = tl.load(rows_ptr), tl.load(rows_ptr + 1), tl.load(rows_ptr + 2).to(tl.int32)
     may_stop, must_stop = tl.load(rows_ptr + 3).to(tl.int32), tl.load(rows_ptr + 4).to(tl.int32)
     stamp = tl.load(rows_ptr + 5)
@@ -741,7 +734,7 @@ def _retire_kernel(
             stops |= token == tl.load(stops_ptr + n * num_stops + s)
         stops &= (i < end) & (begin + i + 1 >= may_stop)
         end = tl.minimum(end, tl.min(tl.where(stops, i + 1, end)))
-        _enter(index_ptr, num_buckets, text_ptr + i, i, i < end, context, column, entry, LAYOUT)
+        _enter(index_ptr, text_ptr + i, i, i < end, context, column, entry, LAYOUT)
         start += BLOCK
     target = documents_ptr + document * FIELDS
     tl.store(target + OFFSET, offset)
@@ -750,26 +743,6 @@ def _retire_kernel(
     tl.store(target + PROBLEM, problem)
     tl.store(target + COLUMN, column)
     tl.store(target + STAMP, stamp)
-
-
-@triton.jit(do_not_specialize=["num_buckets"])
-def _index_kernel(
-    numbers_ptr,  # int64 [N], documents
-    text_ptr,  # `Texts.tokens`
-    documents_ptr,  # `Texts.documents`
-    index_ptr,  # `Texts.index`
-    num_buckets,
-    LAYOUT: tl.constexpr,  # of the index
-    BLOCK: tl.constexpr,
-):
-    document = tl.load(numbers_ptr + tl.program_id(0))
-    documents_ptr += document * FIELDS
-    length, prompt = tl.load(documents_ptr + LENGTH).to(tl.int32), tl.load(documents_ptr + PROMPT).to(tl.int32)
-    column, entry = tl.load(documents_ptr + COLUMN), _entry(tl.load(documents_ptr + STAMP), document, LAYOUT)
-    text_ptr += tl.load(documents_ptr + OFFSET)
-    for start in range(prompt, length, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        _enter(index_ptr, num_buckets, text_ptr + i, i, i < length, prompt, column, entry, LAYOUT)
 
 
 _launch_extend = Launcher(_extend_kernel)
@@ -811,7 +784,6 @@ def extend(
         first_rows,
         num_sampled,
         texts.index,
-        len(texts.index),
         FEATURES=known.value,
         LAYOUT=texts.layout,
         K=k,
@@ -867,8 +839,6 @@ def scan(slots: Tensor, num_sampled: Tensor, texts: Texts) -> tuple[Tensor, Tens
         texts.tokens,
         texts.documents,
         texts.index,
-        len(texts.index),
-        texts.members.stride(0),
         keys,
         found,
         splits // TILE_SPLITS,
@@ -907,7 +877,6 @@ def draft(
         found,
         texts.members,
         *texts.stored,
-        texts.members.stride(0),
         seeds,
         temperature,
         counts,
@@ -938,9 +907,9 @@ def move(rows: Tensor, texts: Texts) -> None:
 
 
 def retire(rows: Tensor, stops: Tensor, texts: Texts) -> None:
-    """Make documents of ended requests' last MAX_DEPTH prompt tokens and output, where these are.
+    """Make documents of ended requests' last MAX_DEPTH prompt tokens and output, where these are, and index them.
 
-    Arguments as of the kernel.
+    A text that comes from the host is a document already: of it a row makes itself. Arguments as of the kernel.
     """
     _retire_kernel[(rows.shape[0],)](
         rows,
@@ -949,22 +918,6 @@ def retire(rows: Tensor, stops: Tensor, texts: Texts) -> None:
         texts.tokens,
         texts.documents,
         texts.index,
-        len(texts.index),
-        LAYOUT=texts.layout,
-        ROW=rows.shape[1],
-        BLOCK=TILE,
-        num_warps=4,
-    )
-
-
-def index(numbers: Tensor, texts: Texts) -> None:
-    """Enter the output of documents into the index. numbers: int64 [N], the documents."""
-    _index_kernel[(numbers.shape[0],)](
-        numbers,
-        texts.tokens,
-        texts.documents,
-        texts.index,
-        len(texts.index),
         LAYOUT=texts.layout,
         BLOCK=TILE,
         num_warps=4,

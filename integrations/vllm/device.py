@@ -91,9 +91,7 @@ class DeviceSession(Session):
 
     def start_requests(self, requests: Iterable[Any]) -> None:
         requests = list(requests)
-        for request in requests:
-            if request.req_id in self.live:  # a streaming session goes on with a longer prompt
-                self._preempt(request.req_id)
+        self.finish_requests((), [request.req_id for request in requests])  # streaming sessions: prompts grow
         for request in requests:
             req_id, params = request.req_id, request.sampling_params
             prompt, problem_id = np.array(request.prompt_token_ids or (), np.int32), None
@@ -108,14 +106,13 @@ class DeviceSession(Session):
     def finish_requests(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
         """Called before the runner frees their slots."""
         ended = []
-        for req_id in sorted(finished):  # all ranks in the same order
-            live = self.live.pop(req_id, None)
-            if live is not None:
-                ended.append(self._ended(live))
-                self._end_in_history(live)
-        for req_id in sorted(preempted):
-            if req_id in self.live:
-                self._preempt(req_id)
+        for req_ids, may_keep in ((finished, True), (preempted, False)):
+            for req_id in sorted(self.live.keys() & req_ids):  # all ranks in the same order
+                req_idx, problem_id, params = self.live.pop(req_id)
+                keep = may_keep and request_options(params.extra_args).keep_in_history
+                ended.append(EndedRequest(req_idx, int(self._most_tokens[req_idx]), keep=keep, **end_of(params)))
+                if self.engine_history is not None:
+                    self.engine_history.end_request(problem_id)
         if ended:
             self.drafter.stop_requests(ended)
 
@@ -131,16 +128,3 @@ class DeviceSession(Session):
         computed = states.num_computed_tokens_np[slots] + num_passes * width
         self._most_tokens[slots] = most = np.maximum(computed, states.prefill_len.np[slots]) + 1
         self.drafter.reserve(slots, most + width)
-
-    def _preempt(self, req_id: str) -> None:
-        live = self.live.pop(req_id)
-        self.drafter.preempt_request(live.req_idx)
-        self._end_in_history(live)
-
-    def _end_in_history(self, live: _LiveRequest) -> None:
-        if self.engine_history is not None:
-            self.engine_history.end_request(live.problem_id)
-
-    def _ended(self, live: _LiveRequest) -> EndedRequest:
-        keep = request_options(live.params.extra_args).keep_in_history
-        return EndedRequest(live.req_idx, int(self._most_tokens[live.req_idx]), keep=keep, **end_of(live.params))

@@ -23,7 +23,7 @@ WAITS = {
 """Functions of tensors that read values on the host, whose result has a size that follows from values, or that copy
 from memory that is not pinned."""
 MEANT = {
-    ("archive.py", "arrive"): "a rollout's copy, once it has arrived",
+    ("drafter.py", "arrive"): "a rollout's copy, once it has arrived",
     ("compat.py", "apply_sampling_params"): "vLLM has these lengths on the host",
 }
 """Where our code reads what is on the host."""

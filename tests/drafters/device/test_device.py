@@ -15,8 +15,7 @@ pytest.importorskip("triton")
 
 from rollout_spec.drafters.device import drafter as device
 from rollout_spec.drafters.device import kernels
-from rollout_spec.drafters.device.archive import Ranges
-from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
+from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest, Ranges
 from rollout_spec.drafters.host import constants
 from rollout_spec.drafters.host.drafter import HistoryDrafter
 from rollout_spec.features import FEATURE_WORDS, no_features
@@ -523,8 +522,6 @@ def test_rejected_arguments():
     with pytest.raises(ValueError, match="slot 1 is free"):
         drafter.stop_requests([EndedRequest(0, 5), EndedRequest(1, 5)])
     assert 0 in drafter._live
-    with pytest.raises(ValueError, match="slot 1 is free"):
-        drafter.preempt_request(1)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 30)), max_size=60))
