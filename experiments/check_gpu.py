@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 from experiments.rows import append, make_parser, origin
 from rollout_spec.drafters.device.choice import DeviceChoice
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
+from rollout_spec.drafters.device.kernels import EngineSlots
 from rollout_spec.features import FEATURE_WORDS, SIGNATURE_BITS, TOP_TOKENS, pack, unpack
 from rollout_spec.transfers import HostCopy
 from rollout_spec.types import GREEDY_TEMPERATURE, SamplingBatch
@@ -150,14 +151,14 @@ def check_drafts(device: torch.device) -> None:
     slots, total_len = torch.arange(size, dtype=torch.int32, device=device), torch.from_numpy(lengths).to(device)
     temperature = torch.tensor([0.0, 0.8], device=device).repeat(size)[:size]
     history = torch.from_numpy(np.tile(text, (size, 1))).to(device)
-    engine = history, total_len, torch.arange(size, device=device), temperature
+    engine = EngineSlots(history, total_len, torch.arange(size, device=device), temperature)
     drafter.reserve(np.arange(size), lengths)
-    drafter.propose(slots, total_len - 5, *engine)
+    drafter.propose(slots, total_len - 5, engine)
     expected = np.stack([text[n : n + k] for n in lengths])
     for batch in (7, 63, 95):
         served = slots[:batch].clone(), torch.ones_like(slots[:batch])
-        drafts, rates = drafter.propose(*served, *engine)
-        again, same_rates = drafter.propose(*served, *engine)
+        drafts, rates = drafter.propose(*served, engine)
+        again, same_rates = drafter.propose(*served, engine)
         assert torch.equal(drafts, again), f"{batch} requests: two equal calls draft differently"
         assert torch.equal(rates, same_rates), f"{batch} requests: two equal calls draft differently"
         assert (drafts.cpu().numpy() == expected[:batch]).all(), f"{batch} requests: wrong drafts"
@@ -205,8 +206,8 @@ def check_moving_history(device: torch.device) -> None:
     features = torch.zeros(length, FEATURE_WORDS, dtype=torch.int64, device=device)
     history = torch.zeros(2, length, dtype=torch.int32, device=device)
     total_len = torch.zeros(2, dtype=torch.int32, device=device)
-    engine = history, total_len, seeds, temperature, features, slots
-    drafter.warm_up(torch.int32, history, total_len, seeds, temperature)
+    engine = EngineSlots(history, total_len, seeds, temperature), features, slots
+    drafter.warm_up(torch.int32, engine[0])
     early, late = [], []
     for turn in range(6):
         problem = turn % 2
@@ -271,7 +272,8 @@ def check_model_drafts(vocab: int, device: torch.device) -> None:
         torch.ones(size, dtype=torch.int32, device=device),
     )
     drafts, rates = torch.ones(size, k, dtype=torch.int64, device=device), torch.full((size, k), 0.1, device=device)
-    arguments = slots, ones, texts, 9 * ones, temperature, (drafts, rates), (2 * drafts, 9 * rates)
+    engine = EngineSlots(texts, 9 * ones, seeds, temperature)
+    arguments = slots, ones, engine, (drafts, rates), (2 * drafts, 9 * rates)
     chooser.choose(*arguments)
     with no_waiting(device):
         chosen, *_ = chooser.choose(*arguments)

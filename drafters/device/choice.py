@@ -35,9 +35,9 @@ STEPS_PER_HALVING = 64
 def _grade_kernel(
     slots_ptr,  # int32 [B]
     num_sampled_ptr,  # int32 [B], tokens of the last step
-    all_token_ids_ptr,  # int32 [R, all_token_ids_stride]: the engine's tokens of each slot
+    all_token_ids_ptr,  # `EngineSlots.token_ids`
     all_token_ids_stride,
-    total_len_ptr,  # int32 [R]: how many there are
+    total_len_ptr,  # `EngineSlots.lengths`
     last_len_ptr,  # int32 [R]: how many there were when the model drafted
     last_ptr,  # int32 [R, M]: its draft
     cells_ptr,  # int32 [R, M]
@@ -141,9 +141,7 @@ class DeviceChoice:
         self,
         slots: Tensor,
         num_sampled: Tensor,
-        all_token_ids: Tensor,
-        total_len: Tensor,
-        temperature: Tensor,
+        engine: kernels.EngineSlots,
         history: tuple[Tensor, Tensor],
         model: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,9 +150,6 @@ class DeviceChoice:
         Args:
             slots: int32 [B], the batch's slots.
             num_sampled: int32 [B], tokens of the last step; 0: the model drafted nothing.
-            all_token_ids: int32 [R, length], the engine's tokens by slot.
-            total_len: int32 [R], how many tokens each slot has.
-            temperature: float32 [R].
             history: (tokens int64 [B, K], rates float32 [>= B, K]), as from `DeviceDrafter.propose`.
             model: (tokens int64 [B, up to M], probabilities float32 [>= B, >= as many]: the
                 model's own, of each token once it is reached).
@@ -169,9 +164,9 @@ class DeviceChoice:
         _launch_grade[(batch,)](
             slots,
             num_sampled,
-            all_token_ids,
-            all_token_ids.stride(0),
-            total_len,
+            engine.token_ids,
+            engine.token_ids.stride(0),
+            engine.lengths,
             *self._last,
             self.counts,
             M=self._m,
@@ -186,8 +181,8 @@ class DeviceChoice:
         _launch_choose[(batch,)](
             slots,
             num_sampled,
-            total_len,
-            temperature,
+            engine.lengths,
+            engine.temperature,
             *history,
             tokens if num_model else history[0],  # is read then, too, but nothing follows from it
             tokens.stride(0),

@@ -40,6 +40,7 @@ from torch import Tensor
 from rollout_spec import checks
 from rollout_spec.drafters.base import Tokens
 from rollout_spec.drafters.device import kernels
+from rollout_spec.drafters.device.kernels import EngineSlots
 from rollout_spec.drafters.host.constants import CELLS, MAX_DEPTH, SOURCES
 from rollout_spec.features import FEATURE_WORDS, no_features
 from rollout_spec.history.problems import problem_of_prompt
@@ -430,19 +431,18 @@ class DeviceDrafter:
     def warm_up(
         self,
         slots_dtype: torch.dtype,
-        all_token_ids: Tensor,
-        total_len: Tensor,
-        seeds: Tensor,
-        temperature: Tensor,
+        engine: EngineSlots,
         num_given_tokens: int = 0,
         tables: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Launch every kernel in every variant that a batch can need, so that none is compiled while serving.
 
-        Call it before the first request starts. Arguments as for `propose`, `tables` among them, and
+        Call it before the first request starts.
 
         Args:
+            slots_dtype: Of the slots of a batch.
             num_given_tokens: M of `continue_drafts`; 0: it will not be called.
+            engine, tables: As for `propose`.
         """
         features = torch.zeros_like(self._texts.features[:1])
         most = self._last_drafts.lengths.numel()
@@ -450,11 +450,11 @@ class DeviceDrafter:
             if 1 <= batch <= most:
                 slots = torch.arange(batch, dtype=slots_dtype, device=self._device)
                 nothing = torch.zeros_like(slots, dtype=torch.int32)
-                self.extend(slots, all_token_ids, total_len)
-                self.propose(slots, nothing, all_token_ids, total_len, seeds, temperature, features, nothing, tables)
+                self.extend(slots, nothing, engine)
+                self.propose(slots, nothing, engine, features, nothing, tables)
                 if num_given_tokens:
                     given = torch.zeros(batch, num_given_tokens, dtype=torch.int64, device=self._device)
-                    self.continue_drafts(slots, nothing, given, seeds, temperature)
+                    self.continue_drafts(slots, nothing, given, engine)
         row = torch.zeros(1, kernels.RETIRED_FIELDS.value, dtype=torch.int64, device=self._device)
         kernels.retire(row, row[:, :1].int(), self._texts)
         kernels.move(row[:, :3].contiguous(), self._texts)
@@ -465,10 +465,7 @@ class DeviceDrafter:
         self,
         slots: Tensor,
         num_sampled: Tensor,
-        all_token_ids: Tensor,
-        total_len: Tensor,
-        seeds: Tensor,
-        temperature: Tensor,
+        engine: EngineSlots,
         features: Tensor | None = None,
         first_rows: Tensor | None = None,
         tables: tuple[Tensor, Tensor] | None = None,
@@ -480,10 +477,6 @@ class DeviceDrafter:
         Args:
             slots: int32 [B], the batch's slots.
             num_sampled: int32 [B], tokens of the last step. 0, as for prompts not yet read to their end: no draft.
-            all_token_ids: int32 [R, >= max_model_len], the engine's tokens by slot.
-            total_len: int32 [R], how many tokens each slot has.
-            seeds: int64 [R], of the requests' noise.
-            temperature: float32 [R]; requests of temperature 0 have no noise.
             features: int64 [N, FEATURE_WORDS], what the target saw at each row of the step's logits; None: not known.
             first_rows: int32 [B], with features: the first row of each request, which its first new token comes from.
             tables: int64 and float32 [R, K]: where the result is written, by slot. None: new tensors.
@@ -492,40 +485,26 @@ class DeviceDrafter:
             `tables`, or (drafts int64 [B, K], rates float32 [B, K]): tokens, and the estimated probability that each is
             accepted once it is reached. Positions without a draft repeat the last token and have rate 0.
         """
-        self.extend(slots, all_token_ids, total_len, num_sampled, features, first_rows)
-        return self._draft(slots, num_sampled, seeds, temperature, self._last_drafts, tables)
+        self.extend(slots, num_sampled, engine, features, first_rows)
+        known = engine, self._texts, self._counts, self._last_drafts
+        return kernels.draft(slots, num_sampled, *known, use_noise=self._use_noise, tables=tables)
 
     def extend(
         self,
         slots: Tensor,
-        all_token_ids: Tensor,
-        total_len: Tensor,
-        num_sampled: Tensor | None = None,
+        num_sampled: Tensor,
+        engine: EngineSlots,
         features: Tensor | None = None,
         first_rows: Tensor | None = None,
     ) -> None:
         """Copy the new tokens from the engine without drafting. Arguments as for `propose`."""
         self._publish()
-        first_rows = slots if first_rows is None else first_rows
-        num_sampled = slots if num_sampled is None else num_sampled
-        known = self._texts, self._last_drafts, self._counts, self._by_source
-        kernels.extend(slots, all_token_ids, total_len, *known, features, first_rows, num_sampled)
-
-    def _draft(
-        self,
-        slots: Tensor,
-        wanted: Tensor,
-        seeds: Tensor,
-        temperature: Tensor,
-        last_drafts: kernels.LastDrafts,
-        tables: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        keys, found = kernels.scan(slots, wanted, self._texts)
-        arguments = slots, keys, found, self._texts, seeds, temperature, self._counts, last_drafts
-        return kernels.draft(*arguments, use_noise=self._use_noise, tables=tables)
+        first_rows = num_sampled if first_rows is None else first_rows
+        known = engine, self._texts, self._last_drafts, self._counts, self._by_source
+        kernels.extend(slots, num_sampled, *known, features, first_rows)
 
     def continue_drafts(
-        self, slots: Tensor, wanted: Tensor, token_ids: Tensor, seeds: Tensor, temperature: Tensor
+        self, slots: Tensor, wanted: Tensor, token_ids: Tensor, engine: EngineSlots
     ) -> tuple[Tensor, Tensor]:
         """Draft what follows tokens that another drafter has drafted. Called after `propose` of the same step.
 
@@ -536,7 +515,6 @@ class DeviceDrafter:
             slots: int32 [B], the batch's slots.
             wanted: int32 [B], 1 or 0: nothing is drafted for the request.
             token_ids: int64 [B, M], M < K: how the drafts begin.
-            seeds, temperature: As for `propose`.
 
         Returns:
             (drafts int64 [B, K - M], rates float32 [B, K - M]), as of `propose`.
@@ -550,7 +528,8 @@ class DeviceDrafter:
         lengthened = torch.empty_like(wanted)
         arguments = slots, wanted, token_ids, self._texts
         kernels.lengthen(*arguments, lengthened, shorten=False)
-        drafted = self._draft(slots, lengthened, seeds, temperature, scratch)
+        known = engine, self._texts, self._counts, scratch
+        drafted = kernels.draft(slots, lengthened, *known, use_noise=self._use_noise)
         kernels.lengthen(*arguments, lengthened, shorten=True)
         return drafted
 

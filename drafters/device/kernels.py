@@ -119,6 +119,19 @@ class Texts(NamedTuple):
         return self.tokens, self.documents, self.features
 
 
+class EngineSlots(NamedTuple):
+    """What an engine knows of the requests in its slots."""
+
+    token_ids: Tensor
+    """int32 [R, >= max_model_len], prompts included."""
+    lengths: Tensor
+    """int32 [R], how many tokens there are."""
+    seeds: Tensor
+    """int64 [R], of the noise."""
+    temperature: Tensor
+    """float32 [R]; requests of temperature 0 have no noise."""
+
+
 class LastDrafts(NamedTuple):
     """The last drafts of all slots."""
 
@@ -166,9 +179,9 @@ def _entry(stamp, document, LAYOUT: tl.constexpr):
 @triton.jit(do_not_specialize=["all_token_ids_stride"])
 def _extend_kernel(
     slots_ptr,  # int32 [B]
-    all_token_ids_ptr,  # int32 [R, all_token_ids_stride]: the engine's tokens of each slot
+    all_token_ids_ptr,  # `EngineSlots.token_ids`
     all_token_ids_stride,
-    total_len_ptr,  # int32 [R]: how many there are
+    total_len_ptr,  # `EngineSlots.lengths`
     text_ptr,  # `Texts.tokens`
     documents_ptr,  # `Texts.documents`
     num_drafted_ptr,  # `LastDrafts.lengths`
@@ -353,7 +366,7 @@ def _look_up(index_ptr, text_ptr, documents_ptr, slot, found_ptr, LAYOUT: tl.con
 @triton.jit(do_not_specialize=["doc_splits"])
 def _scan_kernel(
     slots_ptr,  # int32 [B]
-    num_sampled_ptr,  # int32 [B], 0: nothing is drafted for the request
+    wanted_ptr,  # int32 [B], 0: nothing is drafted for the request
     members_ptr,  # `Texts.members`
     text_ptr,  # `Texts.tokens`
     documents_ptr,  # `Texts.documents`
@@ -371,7 +384,7 @@ def _scan_kernel(
     own_length = tl.load(own + LENGTH).to(tl.int32)
     kept = tl.zeros([MAX_CANDIDATES], tl.int64)
     # A text without room may lack its last tokens: nothing is drafted for it.
-    if (tl.load(num_sampled_ptr + row) > 0) & (own_length < tl.load(own + CAPACITY)):
+    if (tl.load(wanted_ptr + row) > 0) & (own_length < tl.load(own + CAPACITY)):
         if split == 0:
             kept = _look_up(index_ptr, text_ptr, documents_ptr, slot, found_ptr + row * COLUMNS, LAYOUT)
         members_ptr += tl.load(own + PROBLEM) * (1 + MAX_MEMBERS)
@@ -753,15 +766,14 @@ _launch_draft = Launcher(_draft_kernel)
 
 def extend(
     slots: Tensor,
-    all_token_ids: Tensor,
-    total_len: Tensor,
+    num_sampled: Tensor,
+    engine: EngineSlots,
     texts: Texts,
     last: LastDrafts,
     counts: Tensor,
     by_source: Tensor,
     new_features: Tensor | None,
     first_rows: Tensor,
-    num_sampled: Tensor,
 ) -> None:
     """Copy the new tokens of `slots` to their texts, and count their last drafts' outcomes.
 
@@ -771,9 +783,9 @@ def extend(
     known = NOT_KEPT if not features.shape[0] else UNKNOWN if new_features is None else GIVEN
     _launch_extend[(slots.shape[0],)](
         slots,
-        all_token_ids,
-        all_token_ids.stride(0),
-        total_len,
+        engine.token_ids,
+        engine.token_ids.stride(0),
+        engine.lengths,
         texts.tokens,
         texts.documents,
         *last,
@@ -816,25 +828,28 @@ def halve_full(counters: Tensor) -> None:
     counters.copy_(torch.where(counters[:, :1] >= constants.MAX_TRIALS, counters // 2, counters))
 
 
-def num_splits(batch: int) -> int:
-    """Programs that share one request's scan: the most of SPLITS with which the batch keeps to TARGET_PROGRAMS."""
-    return max((n for n in SPLITS if n * batch <= TARGET_PROGRAMS), default=SPLITS[0])
+def draft(
+    slots: Tensor,
+    wanted: Tensor,
+    engine: EngineSlots,
+    texts: Texts,
+    counts: Tensor,
+    last: LastDrafts,
+    *,
+    use_noise: bool,
+    tables: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Find matches, and draft from them. Returns (tokens int64 [B, K], rates float32 [B, K]).
 
-
-def scan(slots: Tensor, num_sampled: Tensor, texts: Texts) -> tuple[Tensor, Tensor]:
-    """Find matches. Arguments as of the kernel.
-
-    Returns:
-        (the best ones that each program found, int64 [B, splits, MAX_CANDIDATES]; the documents that the index named,
-        int32 [B, COLUMNS]).
+    Arguments as of the kernels. tables: int64 and float32 [R, K], which are written by slot and returned.
     """
-    batch = slots.shape[0]
-    splits = num_splits(batch)
+    batch, k = slots.shape[0], last.tokens.shape[1]
+    splits = max((n for n in SPLITS if n * batch <= TARGET_PROGRAMS), default=SPLITS[0])
     keys = torch.empty(batch, splits, MAX_CANDIDATES.value, dtype=torch.int64, device=slots.device)
     found = torch.empty(batch, COLUMNS.value, dtype=torch.int32, device=slots.device)
     _launch_scan[(batch, splits)](
         slots,
-        num_sampled,
+        wanted,
         texts.members,
         texts.tokens,
         texts.documents,
@@ -847,27 +862,6 @@ def scan(slots: Tensor, num_sampled: Tensor, texts: Texts) -> tuple[Tensor, Tens
         TILE=TILE,
         num_warps=4,
     )
-    return keys, found
-
-
-def draft(
-    slots: Tensor,
-    keys: Tensor,
-    found: Tensor,
-    texts: Texts,
-    seeds: Tensor,
-    temperature: Tensor,
-    counts: Tensor,
-    last: LastDrafts,
-    *,
-    use_noise: bool,
-    tables: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Draft from the matches. Returns (tokens int64 [B, K], rates float32 [B, K]). Arguments as of the kernel.
-
-    tables: int64 and float32 [R, K], which are written by slot and returned.
-    """
-    batch, k = slots.shape[0], last.tokens.shape[1]
     has_features = texts.features.shape[0] > 0
     dtypes = torch.int64, torch.float32
     output, rates = tables or (torch.empty(batch, k, dtype=dtype, device=slots.device) for dtype in dtypes)
@@ -877,8 +871,8 @@ def draft(
         found,
         texts.members,
         *texts.stored,
-        seeds,
-        temperature,
+        engine.seeds,
+        engine.temperature,
         counts,
         *last,
         output,
@@ -888,7 +882,7 @@ def draft(
         USE_NOISE=use_noise,
         K=k,
         WIDTH=next_power_of_2(k),
-        NUM_KEYS=keys.shape[1] * keys.shape[2],
+        NUM_KEYS=splits * MAX_CANDIDATES.value,
         num_warps=4 if has_features else 1,  # a lane per choice
         # Without fusion every product is rounded before lanes add them. A fused multiply-add leaves one of two products
         # unrounded: lanes' sums could differ in the last bit, and which is stored would be up to the hardware.

@@ -28,6 +28,7 @@ from experiments.check_gpu import captured, check_drafts, no_waiting
 from experiments.engines.build import WORDS_ALONE
 from experiments.rows import append, make_parser, origin, quantiles
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
+from rollout_spec.drafters.device.kernels import EngineSlots
 from rollout_spec.features import Features, pack
 
 GROUP = 16
@@ -104,16 +105,18 @@ class Batch:
             tokens = self.history[slot, PROMPT:].cpu().numpy()
             features = torch.from_numpy(random_features(self.rng, tokens)).to(self.slots.device)
             row = self.slots[slot : slot + 1]
-            sampling = torch.full_like(row, len(tokens)), self.history, self.total_len, self.seeds, self.temperature
+            num_sampled = torch.full_like(row, len(tokens))
             self.drafter.reserve(np.array([slot]), np.array([self.history.shape[1]]))
-            self.drafter.propose(row, *sampling, features, torch.zeros_like(row))
+            self.drafter.propose(row, num_sampled, self.engine(), features, torch.zeros_like(row))
             self.drafter.stop_requests([EndedRequest(slot, self.history.shape[1])])
         self.history[slot], self.total_len[slot] = before, PROMPT
 
-    def arguments(self) -> tuple[torch.Tensor, ...]:
+    def engine(self) -> EngineSlots:
+        return EngineSlots(self.history, self.total_len, self.seeds, self.temperature)
+
+    def arguments(self) -> tuple[Any, ...]:
         """The arguments of `DeviceDrafter.propose`."""
-        step = self.slots, self.num_sampled, self.history, self.total_len, self.seeds, self.temperature
-        return *step, self.features, self.first_rows
+        return self.slots, self.num_sampled, self.engine(), self.features, self.first_rows
 
     def step(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Add three tokens to every request, and draft."""

@@ -1,4 +1,4 @@
-"""Which requests the device drafter of a V2 engine serves, and the history that it shares: `DeviceSession`.
+"""Which requests the device drafter of a V2 engine serves, the history that it shares, and where its drafts go.
 
 Nothing here waits for the device. A step is scheduled before the last one's tokens are known, so every request has the
 same number of draft tokens, which `measured_schedule.py` chooses. vLLM's adaptive verification cuts them by their
@@ -7,10 +7,11 @@ confidences where it can (`cutting.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from vllm.platforms import current_platform
 
@@ -128,3 +129,51 @@ class DeviceSession(Session):
         computed = states.num_computed_tokens_np[slots] + num_passes * width
         self._most_tokens[slots] = most = np.maximum(computed, states.prefill_len.np[slots]) + 1
         self.drafter.reserve(slots, most + width)
+
+
+class DraftTable(torch.Tensor):
+    """vLLM's table of drafts by slot, int64 [R, K], which the device drafter's kernel writes, in the same memory.
+
+    Each step vLLM writes the drafts that `propose` returns by the batch's slots, and gathers them again for grammars to
+    check. Here the first does nothing for `WRITTEN`, and the second only what a step with grammars needs.
+
+    Attributes:
+        plain: The table as a tensor.
+        is_checked: Whether a grammar will check this step's drafts.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    plain: torch.Tensor
+    is_checked: Callable[[], bool]
+
+    @classmethod
+    def around(cls, table: torch.Tensor, is_checked: Callable[[], bool]) -> DraftTable:
+        """The table of vLLM."""
+        made: DraftTable = table.as_subclass(cls)
+        made.plain, made.is_checked = table, is_checked
+        return made
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if value is not WRITTEN:
+            self.plain[index] = value
+
+    def __getitem__(self, index: Any) -> Any:
+        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
+        if isinstance(rows, torch.Tensor) and not self.is_checked():
+            return _Shape(rows.shape[0], self.plain.shape[1])[:, columns]
+        return self.plain[index]
+
+
+class _Shape:
+    """In place of rows of drafts that nobody reads."""
+
+    def __init__(self, *shape: int) -> None:
+        self.shape = shape
+
+    def __getitem__(self, index: tuple[slice, slice]) -> _Shape:
+        """Of some columns. From vLLM 0.33 on they are taken later than the rows."""
+        return _Shape(self.shape[0], len(range(self.shape[1])[index[1]]))
+
+
+WRITTEN = torch.empty(0, 0, dtype=torch.int64)
+"""Stands for drafts that are in the table."""

@@ -26,10 +26,10 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.drafters.device.kernels import EngineSlots
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.config import say
-from rollout_spec.integrations.vllm.device import DeviceSession
-from rollout_spec.integrations.vllm.draft_table import WRITTEN, DraftTable
+from rollout_spec.integrations.vllm.device import WRITTEN, DeviceSession, DraftTable
 from rollout_spec.integrations.vllm.engine import Engine
 from rollout_spec.integrations.vllm.further_passes import Repetition, why_not
 from rollout_spec.integrations.vllm.outputs import PassBuffer, StepBuffer, StepBuffers
@@ -211,11 +211,10 @@ class EngineV2(Engine):
             session.reserve(batch.idx_mapping_np, self._num_passes)
         if features is not None:
             features = self._from_first_rank(features)  # ranks round sums differently
-        texts, noise = self._state()
-        seen = features, batch.cu_num_logits[: batch.num_reqs]
+        step = batch.idx_mapping, num_sampled, self.slots(), features, batch.cu_num_logits[: batch.num_reqs]
         if session.enabled and self.is_drafting():
-            return session.drafter.propose(batch.idx_mapping, num_sampled, *texts, *noise, *seen, tables=tables)
-        session.drafter.extend(batch.idx_mapping, *texts, num_sampled, *seen)
+            return session.drafter.propose(*step, tables=tables)
+        session.drafter.extend(*step)
         return None
 
     def is_drafting(self) -> bool:
@@ -244,13 +243,12 @@ class EngineV2(Engine):
         """
         session, slots = self.session, batch.idx_mapping
         assert session is not None
-        texts, noise = self._state()
         if not self._is_warm:
             self._is_warm, self._index_dtype = True, slots.dtype
-            session.drafter.warm_up(slots.dtype, *texts, *noise, num_given_tokens, tables=self._tables())
+            session.drafter.warm_up(slots.dtype, self.slots(), num_given_tokens, tables=self._tables())
         elif self.is_cutting:
             nothing = torch.zeros_like(slots, dtype=torch.int32)
-            session.drafter.propose(slots, nothing, *texts, *noise, tables=self._tables())
+            session.drafter.propose(slots, nothing, self.slots(), tables=self._tables())
         return self.no_drafts(batch.num_reqs)
 
     def no_drafts(self, num_requests: int) -> tuple[Tensor, Tensor]:
@@ -358,10 +356,10 @@ class EngineV2(Engine):
 
     # -- parts of the step -------------------------------------------------------------------------------------------
 
-    def _state(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """vLLM's tokens by slot and their numbers; the requests' seeds and temperatures."""
+    def slots(self) -> EngineSlots:
+        """What vLLM knows of its requests."""
         states, sampling = self._runner.req_states, self._sampler.sampling_states
-        return (states.all_token_ids.gpu, states.total_len.gpu), (sampling.seeds.gpu, sampling.temperature.gpu)
+        return EngineSlots(states.all_token_ids.gpu, states.total_len.gpu, sampling.seeds.gpu, sampling.temperature.gpu)
 
     def _tables(self) -> tuple[Tensor, Tensor] | None:
         """vLLM's drafts and their rates by slot; None beside a model drafter, which chooses between drafts first."""

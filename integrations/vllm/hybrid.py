@@ -61,11 +61,9 @@ class ModelWatch:
 
 
 def make_model_speculator(inner: Any) -> Any:
-    """vLLM's speculator `inner` as one of ours: of a class made from vLLM's, as vLLM's runner asks for that."""
-    joint: Any = type(f"Coupled{type(inner).__name__}", (ModelSpeculator, type(inner)), {})
-    speculator = joint.__new__(joint)
-    speculator.__dict__ = inner.__dict__
-    return speculator
+    """vLLM's speculator `inner` as one of ours: of a class made from its own, as vLLM's runner asks for that."""
+    inner.__class__ = type(f"Coupled{type(inner).__name__}", (ModelSpeculator, type(inner)), {})
+    return inner
 
 
 class ModelSpeculator:
@@ -174,15 +172,12 @@ class ModelSpeculator:
         if not session.enabled:
             self.draft_token_confidence_probs[:num_requests] = 0
             return history[0]
-        temperature = self._runner.sampler.sampling_states.temperature.gpu
-        chosen = self._choose(slots, num_sampled, temperature, history, model[:, :num_model])
-        return self._from_first_rank(chosen)
+        return self._from_first_rank(self._choose(slots, num_sampled, history, model[:, :num_model]))
 
     def _choose(
         self,
         slots: torch.Tensor,
         num_sampled: torch.Tensor,
-        temperature: torch.Tensor,
         history: tuple[torch.Tensor, torch.Tensor],
         model: torch.Tensor,
     ) -> torch.Tensor:
@@ -192,21 +187,13 @@ class ModelSpeculator:
             history: Its drafts and their rates, int64 and float32 [B, K].
             model: int64 [B, M].
         """
-        states, (num_requests, num_model) = self._runner.req_states, model.shape
-        drafts, rates, is_model = self._choice.choose(
-            slots,
-            num_sampled,
-            states.all_token_ids.gpu,
-            states.total_len.gpu,
-            temperature,
-            history,
-            (model, self._probabilities),
-        )
+        of_slots, (num_requests, num_model) = self._engine.slots(), model.shape
+        of_model = model, self._probabilities
+        drafts, rates, is_model = self._choice.choose(slots, num_sampled, of_slots, history, of_model)
         self._watch.step(self._choice.counts)
         # By `num_speculative_tokens_per_batch_size` a step may verify fewer tokens than the model can draft.
         if self._has_room and num_model == self.num_speculative_steps:
-            seeds = self._runner.sampler.sampling_states.seeds.gpu
-            rest = self._drafter.continue_drafts(slots, is_model, model, seeds, temperature)
+            rest = self._drafter.continue_drafts(slots, is_model, model, of_slots)
             for values, continued in zip((drafts, rates), rest, strict=True):
                 values[:, num_model:] = torch.where(is_model[:, None] > 0, continued, values[:, num_model:])
         self.draft_token_confidence_probs[:num_requests] = rates

@@ -29,6 +29,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from rollout_spec import RolloutSpecConfig
 from rollout_spec.drafters.device.choice import DeviceChoice
 from rollout_spec.drafters.device.drafter import DeviceDrafter
+from rollout_spec.drafters.device.kernels import EngineSlots
 from rollout_spec.integrations.vllm.cutting import Cut
 from rollout_spec.integrations.vllm.warm_up import warm_up_kernels
 from rollout_spec.launches import Launcher
@@ -63,13 +64,13 @@ def start(*, vocab_size, mode, verify="sample", features=False, max_num_seqs=0, 
     sizes = {"max_requests": max_num_seqs, "max_model_len": MODEL_LEN, "max_live_tokens": 1 << 22}
     drafter = DeviceDrafter(**sizes, device=CPU, max_draft_tokens=K, features=features)
     texts, total_len = torch.zeros(max_num_seqs, MODEL_LEN).int(), torch.zeros(max_num_seqs).int()
-    seeds, temperature = total_len.long(), total_len.float()
+    slots = EngineSlots(texts, total_len, total_len.long(), total_len.float())
     tables = None if num_model_tokens else (longs.view(-1, K + 1), floats.view(-1, K + 1))
-    drafter.warm_up(torch.int32, texts, total_len, seeds, temperature, num_model_tokens, tables)
+    drafter.warm_up(torch.int32, slots, num_model_tokens, tables)
     if num_model_tokens:
         none, *drafts = torch.zeros(1).int(), torch.zeros(1, K), torch.zeros(1, num_model_tokens)
         choice = DeviceChoice(max_num_seqs, K, num_model_tokens, CPU)
-        choice.choose(none, none, texts, total_len, temperature, *((rates.long(), rates) for rates in drafts))
+        choice.choose(none, none, slots, *((rates.long(), rates) for rates in drafts))
     else:
         cut = Cut(torch.zeros(max_num_seqs, K), torch.zeros(max_num_seqs + 1).int())
         cut(torch.zeros(1).int(), np.array([[0], [1]], np.int32), 0)

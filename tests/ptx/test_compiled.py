@@ -144,24 +144,24 @@ def test_launches_of_drafting(batch):
     assert {name: counts.launches for name, counts in moved.items()} == {"_move_kernel": 1}
     for req_id in live:
         engine.commit(req_id, [2])  # without a token said, there is nothing to retire
-    ones, drafter, of_slots = torch.ones_like(slots), engine.drafter, (engine.seeds, engine.temperature)
+    ones, drafter = torch.ones_like(slots), engine.drafter
     choice = DeviceChoice(6, K, K, torch.device("cpu"))
     model = torch.zeros(batch, K, dtype=torch.int64), torch.ones(batch, K)
 
     def propose():
-        return drafter.propose(slots, ones, engine.history, engine.total_len, *of_slots)
+        return drafter.propose(slots, ones, engine.slots)
 
     def choose():
-        choice.choose(slots, ones, engine.history, engine.total_len, engine.temperature, propose(), model)
+        choice.choose(slots, ones, engine.slots, propose(), model)
 
     def continue_drafts():
-        drafter.continue_drafts(slots, ones, torch.ones(batch, 2, dtype=torch.int64), *of_slots)
+        drafter.continue_drafts(slots, ones, torch.ones(batch, 2, dtype=torch.int64), engine.slots)
 
     def stop():
         drafter.stop_requests([EndedRequest(slot, int(engine.total_len[slot])) for slot in slots.tolist()])
 
     def follow():
-        drafter.extend(slots, engine.history, engine.total_len)
+        drafter.extend(slots, ones, engine.slots)
 
     step = {"_extend_kernel": 1, "_scan_kernel": 1, "_draft_kernel": 1}
     for call, expected in (

@@ -50,13 +50,13 @@ def test_texts_have_room_before_they_need_it(tiny_model, monkeypatch):
     llm = build_on_device(tiny_model, max_num_batched_tokens=24, **FEW_BLOCKS)
     texts, move, extend = drafter_of(llm)._texts, kernels.move, DeviceDrafter.extend
 
-    def extend_and_look(self, slots, history, total_len, *args):
-        extend(self, slots, history, total_len, *args)
+    def extend_and_look(self, slots, num_sampled, engine, *args):
+        extend(self, slots, num_sampled, engine, *args)
         lengths, capacities = (texts.documents[slots.long(), i.value] for i in (kernels.LENGTH, kernels.CAPACITY))
-        assert (lengths == total_len[slots.long()]).all()
+        assert (lengths == engine.lengths[slots.long()]).all()
         for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True):
             first = int(texts.documents[slot, kernels.OFFSET.value])
-            assert torch.equal(texts.tokens[first : first + length], history[slot, :length])
+            assert torch.equal(texts.tokens[first : first + length], engine.token_ids[slot, :length])
         rooms.extend((capacities - lengths).tolist())
 
     monkeypatch.setattr(DeviceDrafter, "extend", extend_and_look)

@@ -43,7 +43,7 @@ def build_beside(drafters, method, **options):
 def build_alone(drafters, method):
     """An engine in which the model's drafts are verified whatever history has."""
 
-    def choose(slots, num_sampled, temperature, history, model):
+    def choose(slots, num_sampled, history, model):
         return torch.nn.functional.pad(model, (0, history[0].shape[1] - model.shape[1]))
 
     llm = build_beside(drafters, method)

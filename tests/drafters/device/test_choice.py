@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from rollout_spec.drafters.device import choice
 from rollout_spec.drafters.device.choice import DeviceChoice
+from rollout_spec.drafters.device.kernels import EngineSlots
 
 K, M, SLOTS, LENGTH = 4, 3, 3, 200
 TOKENS = st.integers(0, 2)
@@ -69,7 +70,7 @@ def test_the_choice_follows_the_rule(steps):
     device, plain, rows = DeviceChoice(SLOTS, K, M, torch.device("cpu")), Plain(), np.array([2, 0, 1])
     texts, total_len = torch.zeros(SLOTS, LENGTH, dtype=torch.int32), torch.ones(SLOTS, dtype=torch.int32)
     temperature = torch.tensor(is_sampled).float()
-    num_sampled = torch.ones(SLOTS, dtype=torch.int32)
+    num_sampled, engine = torch.ones(SLOTS, dtype=torch.int32), EngineSlots(texts, total_len, total_len, temperature)
     for step in steps:
         step = [step[row] for row in rows.tolist()]
         tokens = np.array([[token for token, _ in s["model"]] for s in step])
@@ -85,9 +86,7 @@ def test_the_choice_follows_the_rule(steps):
         drafts, found_rates, is_model = device.choose(
             torch.from_numpy(rows).int(),
             num_sampled,
-            texts,
-            total_len,
-            temperature,
+            engine,
             (torch.from_numpy(history_tokens), torch.from_numpy(rates)),
             (torch.from_numpy(tokens), torch.from_numpy(probabilities)),
         )
@@ -118,8 +117,9 @@ def test_what_the_model_did_not_draft_is_not_graded():
     # Within a prompt the model drafts M tokens, after it one less, which the next step says, and then none.
     for num_sampled, num_drafted, graded in ((0, M, (0, 0)), (1, M - 1, (0, 0)), (M, 0, (M - 1, M - 1))):
         length += num_sampled
+        engine = EngineSlots(texts, slots + length, slots, temperature)
         model = torch.full((1, num_drafted), 5), torch.ones(1, num_drafted)
-        is_model = device.choose(slots, slots + num_sampled, texts, slots + length, temperature, history, model)[2]
+        is_model = device.choose(slots, slots + num_sampled, engine, history, model)[2]
         assert device.model_counts() == graded
         assert bool(is_model) == (num_sampled > 0 and num_drafted > 0)
 

@@ -57,6 +57,7 @@ class Engine:
         self.total_len = torch.zeros(max_requests, dtype=torch.int32)
         self.seeds = torch.zeros(max_requests, dtype=torch.int64)
         self.temperature = torch.zeros(max_requests)
+        self.slots = kernels.EngineSlots(self.history, self.total_len, self.seeds, self.temperature)
         self.live = {}
         self.free = list(range(max_requests))
         self.num_started = 0
@@ -85,7 +86,7 @@ class Engine:
         slots, known = torch.tensor([slot], dtype=torch.int32), no_features(len(tokens))
         self.drafter.reserve(slots.numpy(), self.total_len[slots].numpy())
         if features is None:
-            self.drafter.extend(slots, self.history, self.total_len)
+            self.drafter.extend(slots, slots * 0, self.slots)
         else:
             features = features[: len(tokens)]
             known[len(tokens) - len(features) :] = features
@@ -93,7 +94,7 @@ class Engine:
             # The request's rows come after another one's, and before those of rejected drafts.
             rows = torch.from_numpy(np.concatenate((np.full((2, FEATURE_WORDS), 7), features, features)))
             first_rows = torch.tensor([2], dtype=torch.int32)
-            self.drafter.extend(slots, self.history, self.total_len, num_sampled, rows, first_rows)
+            self.drafter.extend(slots, num_sampled, self.slots, rows, first_rows)
         self.reference.extend(req_id, tokens, known)
         return len(tokens)
 
@@ -116,7 +117,7 @@ class Engine:
         slots = torch.tensor([self.live[req_id] for req_id in req_ids], dtype=torch.int32)
         sampled = torch.ones(len(req_ids), dtype=torch.int32) if num_sampled is None else num_sampled
         self.drafter.reserve(slots.numpy(), self.total_len[slots].numpy())
-        drafts, rates = self.drafter.propose(slots, sampled, self.history, self.total_len, self.seeds, self.temperature)
+        drafts, rates = self.drafter.propose(slots, sampled, self.slots)
         expected = self.reference.propose(req_ids, np.full(len(req_ids), K, np.int32))
         return req_ids, drafts, rates, expected
 
@@ -250,7 +251,6 @@ def test_what_others_must_not_see_they_do_not_find():
     """
     said, private = [5, 6, 7, 8, 9, 10, 11], [15, 16, 17, 18, 19, 20, 21]
     engine = Engine(max_requests=8)
-    tables = engine.history, engine.total_len, engine.seeds, engine.temperature
 
     def say(slot, tokens, prompt=(1,), **options):
         engine.drafter.start_request(slot, prompt, problem_id=slot, **options)
@@ -258,7 +258,7 @@ def test_what_others_must_not_see_they_do_not_find():
         engine.history[slot, : engine.total_len[slot]] = torch.tensor([*prompt, *tokens])
         slots = torch.tensor([slot], dtype=torch.int32)
         engine.drafter.reserve(slots.numpy(), engine.total_len[slots].numpy())
-        return engine.drafter.propose(slots, torch.ones_like(slots), *tables)[1]
+        return engine.drafter.propose(slots, torch.ones_like(slots), engine.slots)[1]
 
     say(0, said)
     engine.drafter.stop_requests([EndedRequest(0, 1 + len(said), keep=False)])
@@ -465,9 +465,8 @@ def test_warming_up_compiles_what_any_batch_launches(features, monkeypatch):
     """With 1 or 2 requests, 3 or 4, and more, each scan has another number of programs. It leaves no trace."""
     monkeypatch.setattr(kernels, "SPLITS", (2, 4, 8))
     engine, num_given = Engine(features=features), 2
-    tables = engine.history, engine.total_len, engine.seeds, engine.temperature
     with recorded_variants() as compiled:
-        engine.drafter.warm_up(torch.int32, *tables, num_given)
+        engine.drafter.warm_up(torch.int32, engine.slots, num_given)
     assert not engine.drafter._counts.any()
     engine.drafter.check_integrity()
     request = engine.start([1, 2, 1])
@@ -480,10 +479,10 @@ def test_warming_up_compiles_what_any_batch_launches(features, monkeypatch):
             slots = torch.tensor(list(engine.live.values()), dtype=torch.int32)
             ones = torch.ones_like(slots)
             seen = torch.zeros(batch, FEATURE_WORDS, dtype=torch.int64) if features else None
-            engine.drafter.extend(slots, *tables[:2])
-            engine.drafter.propose(slots, ones, *tables, seen, slots)
+            engine.drafter.extend(slots, ones, engine.slots)
+            engine.drafter.propose(slots, ones, engine.slots, seen, slots)
             given = torch.ones(batch, num_given, dtype=torch.int64)
-            engine.drafter.continue_drafts(slots, ones, given, *tables[2:])
+            engine.drafter.continue_drafts(slots, ones, given, engine.slots)
             for request in requests:
                 engine.commit(request, [2])
                 engine.stop(request, stop_token_ids=list(range(7, 7 + batch)))
@@ -601,9 +600,8 @@ def test_a_draft_is_continued_as_if_its_beginning_had_been_said(features):
         slots = torch.tensor([engine.live[req_id] for req_id in req_ids], dtype=torch.int32)
         engine.drafter.reserve(slots.numpy(), engine.total_len[slots].numpy() + 2)
         wanted = torch.tensor([req_id == chosen for req_id in req_ids], dtype=torch.int32)
-        drafts, rates = engine.drafter.continue_drafts(
-            slots, wanted, torch.tensor([beginning] * 4), engine.seeds, engine.temperature
-        )
+        given = torch.tensor([beginning] * 4)
+        drafts, rates = engine.drafter.continue_drafts(slots, wanted, given, engine.slots)
         for i, req_id in enumerate(req_ids):
             expected = []
             if req_id == chosen != full:
@@ -627,7 +625,7 @@ def test_a_draft_that_goes_on_past_the_longest_text_is_written_into_no_other():
         engine.commit(engine.start([1] * (MAX_LEN - 1)), [1])
     slots = torch.tensor(list(engine.live.values()), dtype=torch.int32)
     given = torch.full((2, 2), 2)
-    engine.drafter.continue_drafts(slots, torch.ones_like(slots), given, engine.seeds, engine.temperature)
+    engine.drafter.continue_drafts(slots, torch.ones_like(slots), given, engine.slots)
     for start in engine.drafter._pieces[slots.numpy(), 0]:
         assert (engine.drafter._texts.tokens[start : start + MAX_LEN] == 1).all()
 
