@@ -45,6 +45,7 @@ from rollout_spec.drafters.host.constants import CELLS, MAX_DEPTH, SOURCES
 from rollout_spec.features import FEATURE_WORDS, no_features
 from rollout_spec.history.problems import problem_of_prompt
 from rollout_spec.history.store import Rollout, RolloutStore, check_rollouts
+from rollout_spec.launches import next_power_of_2
 from rollout_spec.transfers import copy_to_host, runs_later, upload
 
 MAX_RESIDENT_TOKENS = 4_000_000
@@ -56,6 +57,8 @@ TOKENS_PER_DOCUMENT, TOKENS_PER_PROBLEM = 16, 256
 """Tokens of ended rollouts per entry of the table of documents, and of that of problems."""
 MORE_ROOM = 1024
 """For at least so many further tokens a live request gets room when it needs some."""
+DRAFT_DTYPES = torch.int64, torch.float32
+"""Of drafts and their rates."""
 NEVER = 2**31 - 1
 """As a length at which a text ends."""
 NO_PROBLEM = -(2**64)
@@ -148,7 +151,8 @@ class EndedRequest(NamedTuple):
     max_tokens: int = NEVER
     """Output tokens after which it ends."""
     keep: bool = True
-    """Whether its rollout stays in the history. Otherwise its text goes, but not what was learnt from outcomes."""
+    """Whether its rollout stays in the history. Otherwise its text goes, as after a preemption, but not what was learnt
+    from outcomes."""
 
 
 @dataclass(slots=True)
@@ -296,7 +300,7 @@ class DeviceDrafter:
         Args:
             problem_id: Requests with the same id share history. None: the hash of the prompt; an empty prompt has no
                 problem.
-            own_only: Draft for it from its own text alone. End it with `keep=False`.
+            own_only: Draft for it from its own text alone.
 
         Raises:
             ValueError: the slot is taken.
@@ -486,8 +490,7 @@ class DeviceDrafter:
             accepted once it is reached. Positions without a draft repeat the last token and have rate 0.
         """
         self.extend(slots, num_sampled, engine, features, first_rows)
-        known = engine, self._texts, self._counts, self._last_drafts
-        return kernels.draft(slots, num_sampled, *known, use_noise=self._use_noise, tables=tables)
+        return self._draft(slots, num_sampled, engine, self._last_drafts, tables)
 
     def extend(
         self,
@@ -499,9 +502,58 @@ class DeviceDrafter:
     ) -> None:
         """Copy the new tokens from the engine without drafting. Arguments as for `propose`."""
         self._publish()
-        first_rows = num_sampled if first_rows is None else first_rows
-        known = engine, self._texts, self._last_drafts, self._counts, self._by_source
-        kernels.extend(slots, num_sampled, *known, features, first_rows)
+        texts, k = self._texts, self._last_drafts.tokens.shape[1]
+        known = kernels.NOT_KEPT if not self.wants_features else kernels.UNKNOWN if features is None else kernels.GIVEN
+        new = texts.features if features is None else features, num_sampled if first_rows is None else first_rows
+        of_engine = engine.token_ids, engine.token_ids.stride(0), engine.lengths
+        outcomes = *self._last_drafts, self._counts, self._by_source
+        arguments = slots, *of_engine, *texts.stored, texts.index, *outcomes, *new, num_sampled
+        sizes = {"K": k, "WIDTH": next_power_of_2(k), "BLOCK": kernels.NEW_TOKENS}
+        kernels.launch_extend[slots.shape](*arguments, FEATURES=known.value, LAYOUT=texts.layout, **sizes, num_warps=1)
+
+    def _draft(
+        self,
+        slots: Tensor,
+        wanted: Tensor,
+        engine: EngineSlots,
+        last: kernels.LastDrafts,
+        tables: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Find matches, and draft from them. Arguments as for `continue_drafts`, result and `tables` as of `propose`.
+
+        Args:
+            last: Where the drafts are kept to be graded.
+        """
+        texts, batch, k = self._texts, slots.shape[0], last.tokens.shape[1]
+        num_kept, num_found = kernels.MAX_CANDIDATES.value, kernels.COLUMNS.value
+        splits = max((n for n in kernels.SPLITS if n * batch <= kernels.TARGET_PROGRAMS), default=kernels.SPLITS[0])
+        keys = torch.empty(batch, splits, num_kept, dtype=torch.int64, device=self._device)
+        found = torch.empty(batch, num_found, dtype=torch.int32, device=self._device)
+        where = texts.members, texts.tokens, texts.documents, texts.index
+        tiles = {"TILE_SPLITS": kernels.TILE_SPLITS, "TILE": kernels.TILE}
+        kernels.launch_scan[batch, splits](
+            slots, wanted, *where, keys, found, splits // kernels.TILE_SPLITS, LAYOUT=texts.layout, **tiles, num_warps=4
+        )
+        if tables is None:
+            drafts, rates = (torch.empty(batch, k, dtype=dtype, device=self._device) for dtype in DRAFT_DTYPES)
+        else:
+            drafts, rates = tables
+        of_engine = engine.seeds, engine.temperature
+        kernels.launch_draft[slots.shape](
+            *(slots, keys, found, texts.members, *texts.stored, *of_engine, self._counts, *last, drafts, rates),
+            BY_SLOT=tables is not None,
+            FEATURES=self.wants_features,
+            USE_NOISE=self._use_noise,
+            K=k,
+            WIDTH=next_power_of_2(k),
+            NUM_KEYS=splits * num_kept,
+            num_warps=4 if self.wants_features else 1,  # a lane per choice
+            # Without fusion every product is rounded before lanes add them. A fused multiply-add leaves one of two
+            # products unrounded: lanes' sums could differ in the last bit, and which is stored would be up to the
+            # hardware.
+            enable_fp_fusion=False,
+        )
+        return drafts, rates
 
     def continue_drafts(
         self, slots: Tensor, wanted: Tensor, token_ids: Tensor, engine: EngineSlots
@@ -526,11 +578,11 @@ class DeviceDrafter:
             scratch = kernels.LastDrafts(num_drafted, *(tensor[:, num_given:].contiguous() for tensor in others))
             self._continued[num_given] = scratch
         lengthened = torch.empty_like(wanted)
-        arguments = slots, wanted, token_ids, self._texts
-        kernels.lengthen(*arguments, lengthened, shorten=False)
-        known = engine, self._texts, self._counts, scratch
-        drafted = kernels.draft(slots, lengthened, *known, use_noise=self._use_noise)
-        kernels.lengthen(*arguments, lengthened, shorten=True)
+        arguments = slots, wanted, token_ids, token_ids.stride(0), *self._texts.stored, lengthened
+        sizes = {"FEATURES": self.wants_features, "M": num_given, "WIDTH": next_power_of_2(num_given)}
+        kernels.launch_lengthen[slots.shape](*arguments, SHORTEN=False, **sizes, num_warps=1)
+        drafted = self._draft(slots, lengthened, engine, scratch)
+        kernels.launch_lengthen[slots.shape](*arguments, SHORTEN=True, **sizes, num_warps=1)
         return drafted
 
     # -- what is known about it --------------------------------------------------------------------------------------
@@ -562,6 +614,7 @@ class DeviceDrafter:
         for start, size in sorted([*places, *self._pool.gaps, *map(tuple, self._pieces[self._pieces[:, 1] > 0])]):
             assert start == end, "the pool has a hole or an overlap"
             end = start + size
+        assert not {start for start, _ in self._pool.gaps} & {sum(gap) for gap in self._pool.gaps}, "unjoined gaps"
         assert end == self._texts.tokens.numel(), "the pool lost its end"
         for problem in self._problems.values():
             live = {slot for slot, request in self._live.items() if request.problem is problem}

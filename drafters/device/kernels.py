@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rollout_spec import features as target_features
 from rollout_spec.drafters.host import constants
-from rollout_spec.launches import Launcher, next_power_of_2
+from rollout_spec.launches import Launcher
 from rollout_spec.noise import host as noise
 from rollout_spec.noise.triton import finish_hash, gumbel, row_state, token_key, unfinished_hash
 
@@ -184,16 +184,16 @@ def _extend_kernel(
     total_len_ptr,  # `EngineSlots.lengths`
     text_ptr,  # `Texts.tokens`
     documents_ptr,  # `Texts.documents`
+    features_ptr,  # `Texts.features`
+    index_ptr,  # `Texts.index`
     num_drafted_ptr,  # `LastDrafts.lengths`
     drafted_ptr,  # `LastDrafts.tokens`
     cells_ptr,  # `LastDrafts.cells`
     counts_ptr,  # int32 [cells, 2]: trials and hits
     by_source_ptr,  # int64 [NUM_SOURCES, 2]; only for reports, so never halved
-    features_ptr,  # `Texts.features`
     new_features_ptr,  # int64 [N, FEATURE_WORDS], of the tokens that each row of the step's logits says
     first_rows_ptr,  # int32 [B]: the first of each request's rows
     num_sampled_ptr,  # int32 [B]: how many of its last tokens come from them
-    index_ptr,  # `Texts.index`
     FEATURES: tl.constexpr,
     LAYOUT: tl.constexpr,  # of the index
     K: tl.constexpr,
@@ -758,137 +758,13 @@ def _retire_kernel(
     tl.store(target + STAMP, stamp)
 
 
-_launch_extend = Launcher(_extend_kernel)
-_launch_lengthen = Launcher(_lengthen_kernel)
-_launch_scan = Launcher(_scan_kernel)
-_launch_draft = Launcher(_draft_kernel)
-
-
-def extend(
-    slots: Tensor,
-    num_sampled: Tensor,
-    engine: EngineSlots,
-    texts: Texts,
-    last: LastDrafts,
-    counts: Tensor,
-    by_source: Tensor,
-    new_features: Tensor | None,
-    first_rows: Tensor,
-) -> None:
-    """Copy the new tokens of `slots` to their texts, and count their last drafts' outcomes.
-
-    Arguments as of the kernel. new_features: None where they are not known.
-    """
-    k, features = last.tokens.shape[1], texts.features
-    known = NOT_KEPT if not features.shape[0] else UNKNOWN if new_features is None else GIVEN
-    _launch_extend[(slots.shape[0],)](
-        slots,
-        engine.token_ids,
-        engine.token_ids.stride(0),
-        engine.lengths,
-        texts.tokens,
-        texts.documents,
-        *last,
-        counts,
-        by_source,
-        features,
-        features if new_features is None else new_features,
-        first_rows,
-        num_sampled,
-        texts.index,
-        FEATURES=known.value,
-        LAYOUT=texts.layout,
-        K=k,
-        WIDTH=next_power_of_2(k),
-        BLOCK=NEW_TOKENS,
-        num_warps=1,
-    )
-
-
-def lengthen(slots: Tensor, wanted: Tensor, tokens: Tensor, texts: Texts, lengthened: Tensor, *, shorten: bool) -> None:
-    """Append tokens that may come to the texts of `slots`, or take them away again. Arguments as of the kernel."""
-    m = tokens.shape[1]
-    _launch_lengthen[(slots.shape[0],)](
-        slots,
-        wanted,
-        tokens,
-        tokens.stride(0),
-        *texts.stored,
-        lengthened,
-        SHORTEN=shorten,
-        FEATURES=texts.features.shape[0] > 0,
-        M=m,
-        WIDTH=next_power_of_2(m),
-        num_warps=1,
-    )
+launch_extend, launch_lengthen = Launcher(_extend_kernel), Launcher(_lengthen_kernel)
+launch_scan, launch_draft = Launcher(_scan_kernel), Launcher(_draft_kernel)
 
 
 def halve_full(counters: Tensor) -> None:
     """Halve counters that have MAX_TRIALS trials: they follow the policy. counters: int32 [n, 2], trials and hits."""
     counters.copy_(torch.where(counters[:, :1] >= constants.MAX_TRIALS, counters // 2, counters))
-
-
-def draft(
-    slots: Tensor,
-    wanted: Tensor,
-    engine: EngineSlots,
-    texts: Texts,
-    counts: Tensor,
-    last: LastDrafts,
-    *,
-    use_noise: bool,
-    tables: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Find matches, and draft from them. Returns (tokens int64 [B, K], rates float32 [B, K]).
-
-    Arguments as of the kernels. tables: int64 and float32 [R, K], which are written by slot and returned.
-    """
-    batch, k = slots.shape[0], last.tokens.shape[1]
-    splits = max((n for n in SPLITS if n * batch <= TARGET_PROGRAMS), default=SPLITS[0])
-    keys = torch.empty(batch, splits, MAX_CANDIDATES.value, dtype=torch.int64, device=slots.device)
-    found = torch.empty(batch, COLUMNS.value, dtype=torch.int32, device=slots.device)
-    _launch_scan[(batch, splits)](
-        slots,
-        wanted,
-        texts.members,
-        texts.tokens,
-        texts.documents,
-        texts.index,
-        keys,
-        found,
-        splits // TILE_SPLITS,
-        LAYOUT=texts.layout,
-        TILE_SPLITS=TILE_SPLITS,
-        TILE=TILE,
-        num_warps=4,
-    )
-    has_features = texts.features.shape[0] > 0
-    dtypes = torch.int64, torch.float32
-    output, rates = tables or (torch.empty(batch, k, dtype=dtype, device=slots.device) for dtype in dtypes)
-    _launch_draft[(batch,)](
-        slots,
-        keys,
-        found,
-        texts.members,
-        *texts.stored,
-        engine.seeds,
-        engine.temperature,
-        counts,
-        *last,
-        output,
-        rates,
-        BY_SLOT=tables is not None,
-        FEATURES=has_features,
-        USE_NOISE=use_noise,
-        K=k,
-        WIDTH=next_power_of_2(k),
-        NUM_KEYS=splits * MAX_CANDIDATES.value,
-        num_warps=4 if has_features else 1,  # a lane per choice
-        # Without fusion every product is rounded before lanes add them. A fused multiply-add leaves one of two products
-        # unrounded: lanes' sums could differ in the last bit, and which is stored would be up to the hardware.
-        enable_fp_fusion=False,
-    )
-    return output, rates
 
 
 def move(rows: Tensor, texts: Texts) -> None:

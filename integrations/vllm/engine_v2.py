@@ -2,8 +2,8 @@
 
 One step: vLLM prepares the inputs, the drafts among them, and runs the target over every scheduled token. It hands the
 logits to its sampler, so to `EngineV2.sample`, which verifies the drafts with Triton kernels; records the sampled
-tokens; and calls its speculator, so `EngineV2.propose`, which drafts for the next step. Nothing waits for the device,
-and what the host launches is as little as without speculation.
+tokens; and calls its speculator, so `EngineV2.draft`, which drafts for the next step. Nothing waits for the device, and
+what the host launches is as little as without speculation.
 
 vLLM keeps asynchronous scheduling for one of its own drafters without a model, `ngram_gpu`. An engine with the device
 drafter asks for that one (`hooks.complete_config`), and gets `SpeculatorFace` in its place. A model drafter beside
@@ -65,7 +65,7 @@ class EngineV2(Engine):
         self._num_passes, self._pass = 1, 0  # of the step, and which one it is at
         self._num_next_drafts = 0  # K of the drafts for the next step
         self._repetition: Repetition | None = None  # of a step with further passes, and what these write and sample:
-        self._of_step: tuple[StepBuffer, Asked, int] | None = None
+        self._of_step: tuple[StepBuffer, Asked] | None = None
         self._memory = kernel.Memory()
         self._hidden: Tensor | None = None  # of the step's tokens
         self._features: Tensor | None = None  # of the step's rows, until drafts are made
@@ -86,18 +86,15 @@ class EngineV2(Engine):
             batch: vLLM's `InputBatch`.
             invalid_drafts: bool [N], from vLLM 0.32 on: rows whose input is a draft that breaks the request's grammar.
         """
-        asked, width = self.asked.of(batch.idx_mapping_np), 1
-        if batch.num_draft_tokens > 0:
-            width += self.config.max_draft_tokens
-        if not self.is_serving(batch.req_ids):
-            made_up = self._outputs.made_up.passes[0]
-            return self._sample_in(made_up, asked, width, logits, batch, invalid_drafts, is_serving=False)
-        buffer = self._outputs.next()
-        buffer.begin(batch.req_ids, width, self._num_passes)
-        output: Any = self._sample_in(buffer.passes[0], asked, width, logits, batch, invalid_drafts)
-        output.when_read = functools.partial(self._outputs.read, buffer)
-        self.asked.sampled(asked, batch)
-        self._of_step = buffer, asked, width
+        asked, is_serving = self.asked.of(batch.idx_mapping_np), self.is_serving(batch.req_ids)
+        buffer = self._outputs.next() if is_serving else self._outputs.made_up
+        width = 1 + self.config.max_draft_tokens if batch.num_draft_tokens > 0 else 1
+        buffer.begin(batch.req_ids, width, self._num_passes if is_serving else 1)
+        output: Any = self._sample_in(buffer.passes[0], asked, logits, batch, invalid_drafts, is_serving=is_serving)
+        if is_serving:
+            output.when_read = functools.partial(self._outputs.read, buffer)
+            self.asked.sampled(asked, batch)
+            self._of_step = buffer, asked
         return output  # type: ignore[no-any-return]
 
     @torch.inference_mode()
@@ -110,10 +107,10 @@ class EngineV2(Engine):
         repetition, self._repetition = self._repetition, None
         if repetition is None or self._of_step is None:
             return
-        runner, batch, (buffer, asked, width) = self._runner, repetition.batch, self._of_step
+        runner, batch, (buffer, asked) = self._runner, repetition.batch, self._of_step
         for number in range(1, self._num_passes):
             self._pass = number
-            self._run_further_pass(repetition, buffer.passes[number], asked, width)
+            self._run_further_pass(repetition, buffer.passes[number], asked)
         if self.is_cutting:
             runner.adaptive_verification.record_confidences(self.confidences, batch)
         main, copies = runner.main_stream, runner.output_copy_stream
@@ -122,8 +119,8 @@ class EngineV2(Engine):
             buffer.copy(is_complete=True)
             output.copy_event.record(copies)
 
-    def _run_further_pass(self, repetition: Repetition, of_pass: PassBuffer, asked: Asked, width: int) -> None:
-        """Only launches kernels. The arguments that are not named here: as of `_sample_in`."""
+    def _run_further_pass(self, repetition: Repetition, of_pass: PassBuffer, asked: Asked) -> None:
+        """Only launches kernels."""
         runner, batch = self._runner, repetition.batch
         if self._is_last_pass():
             self.scheduled.num_spec_tokens_to_schedule = self._num_next_drafts
@@ -132,29 +129,23 @@ class EngineV2(Engine):
         hidden = repetition.forward()
         self._hidden = hidden if self.wants_features else None
         logits = runner.model.compute_logits(hidden[batch.logits_indices])
-        seen = self._sample_in(of_pass, asked, width, logits, batch)
+        seen = self._sample_in(of_pass, asked, logits, batch)
         of_pass.scores, of_pass.scores_on_host = seen.logprobs_tensors, None
         counts = seen.num_sampled, seen.num_rejected
         runner.postprocess_sampled(batch.idx_mapping, seen.sampled_token_ids, *counts, batch.query_start_loc)
-        self.propose(batch, seen.num_sampled)
+        self.draft(batch, seen.num_sampled)
 
     def _sample_in(
         self,
         of_pass: PassBuffer,
         asked: Asked,
-        width: int,
         logits: Tensor,
         batch: Any,
         invalid_drafts: Tensor | None = None,
         *,
         is_serving: bool = True,
     ) -> SamplerOutput:
-        """Sample in one forward pass.
-
-        Args:
-            width: Most tokens that a request may get.
-            logits, batch, invalid_drafts: As of `sample`.
-        """
+        """Sample in one forward pass. logits, batch, invalid_drafts: As of `sample`."""
         slots = batch.idx_mapping.int()  # from vLLM 0.32 on they are int64, for which kernels would be compiled again
         layout, processed = self._rows(batch, slots, invalid_drafts), logits
         if asked.is_processed:
@@ -167,7 +158,7 @@ class EngineV2(Engine):
             method=self.config.verify,
             logprobs_mode=self._sampler.logprobs_mode if asked.scored_here else None,
             hidden=self._hidden_of_rows(batch) if is_serving else None,
-            max_draft_tokens=width - 1,
+            max_draft_tokens=of_pass.step.width - 1,
             step=of_pass.output(batch.seq_lens, slots, self._runner.req_states.prefill_len.gpu),
             memory=self._memory,
         )
@@ -175,7 +166,7 @@ class EngineV2(Engine):
         logprobs = self._logprobs(asked, seen, logits, processed, batch, layout, of_pass)
         if is_serving and self._is_last_pass():
             self.clock.stop()
-        tokens, num_sampled = of_pass.sampled(batch.num_reqs, width)
+        tokens, num_sampled = of_pass.sampled(batch.num_reqs)
         return SamplerOutput(
             sampled_token_ids=tokens,
             logprobs_tensors=logprobs,
@@ -184,26 +175,15 @@ class EngineV2(Engine):
             num_rejected=of_pass.num_rejected(batch.num_reqs),
         )
 
-    def propose(self, batch: Any, num_sampled: Tensor) -> Tensor:
-        """Draft for the next step, once vLLM has recorded the sampled tokens: into its table of drafts.
+    def draft(self, batch: Any, num_sampled: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Show the drafter what was sampled, which vLLM has recorded, and let it draft for the next step.
 
         Args:
             batch: vLLM's `InputBatch`.
             num_sampled: int32 [B], tokens of this step.
-        """
-        self.draft(batch, num_sampled, self._tables())
-        return WRITTEN
-
-    def draft(
-        self, batch: Any, num_sampled: Tensor, tables: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor] | None:
-        """Show the drafter what was sampled, and let it draft.
-
-        Args:
-            tables: int64 and float32 [R, K]: where drafts and their rates go, by slot. None: new tensors [B, K].
 
         Returns:
-            Drafts and rates; None where nothing is drafted now.
+            `_tables`, or drafts and rates, int64 and float32 [B, K]; None where nothing is drafted now.
         """
         session, (features, self._features) = self.session, (self._features, None)
         assert session is not None
@@ -213,7 +193,7 @@ class EngineV2(Engine):
             features = self._from_first_rank(features)  # ranks round sums differently
         step = batch.idx_mapping, num_sampled, self.slots(), features, batch.cu_num_logits[: batch.num_reqs]
         if session.enabled and self.is_drafting():
-            return session.drafter.propose(*step, tables=tables)
+            return session.drafter.propose(*step, tables=self._tables())
         session.drafter.extend(*step)
         return None
 
@@ -517,4 +497,5 @@ class SpeculatorFace(BaseSpeculator):
         """int64 [B, K], or `WRITTEN`."""
         if dummy_run or self._engine.warming_up:
             return self._engine.propose_made_up(input_batch)[0]
-        return self._engine.propose(input_batch, num_sampled)
+        self._engine.draft(input_batch, num_sampled)
+        return WRITTEN

@@ -77,22 +77,18 @@ class ModelSpeculator:
 
     def attach(self, engine: EngineV2) -> None:
         """Called when the engine is made, in place of a constructor."""
-        config, session, device = engine.config, engine.session, engine.confidences.device
-        assert session is not None
-        self._engine = engine
+        config, device = engine.config, engine.confidences.device
+        assert engine.session is not None
+        self._engine, self._session, self._watch = engine, engine.session, ModelWatch()
         self.num_speculative_tokens = config.max_draft_tokens
         self.num_speculative_steps = config.num_model_draft_tokens
         self._has_room = self.num_speculative_steps < self.num_speculative_tokens
-        self._is_coupled = config.verify == "sample"
-        num_requests = engine.confidences.shape[0]
         self._probabilities = torch.ones_like(engine.confidences)
         self.draft_token_confidence_probs = engine.confidences
-        self._choice = DeviceChoice(num_requests, config.max_draft_tokens, self.num_speculative_steps, device)
-        session.choice, self._drafter = self._choice, session.drafter
-        self._watch = ModelWatch()
-        self._runner = engine._runner
+        self._choice = DeviceChoice(*engine.confidences.shape, self.num_speculative_steps, device)
+        self._session.choice = self._choice
         # Ranks round sums differently, and must choose the same draft.
-        self._from_first_rank = broadcasting_from_first_rank(self._runner.vllm_config, device)
+        self._from_first_rank = broadcasting_from_first_rank(engine._runner.vllm_config, device)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """As vLLM's. The first of the model's passes reads as many tokens as the target's, of which there are K + 1."""
@@ -126,14 +122,14 @@ class ModelSpeculator:
             draft_logits: Not used: always None.
             spec_step_idx: From vLLM 0.32 on the step as a number, by which some models choose their module.
         """
-        if not self._is_coupled:
+        if self._engine.config.verify != "sample":
             step = compat.draft_step_argument(self, spec_step_idx)
             return super().sample_draft(  # type: ignore[misc,no-any-return]
                 hidden_states, positions, idx_mapping, temperature, seeds, draft_step, draft_logits, **step
             )
         logits = compat.draft_logits_of(self, hidden_states, spec_step_idx)
         index = idx_mapping.clamp(min=0).long()
-        next_positions = self._runner.req_states.total_len.gpu[index].long() - 1 + draft_step
+        next_positions = self._engine.slots().lengths[index].long() - 1 + draft_step
         noise = temperature[index], seeds[index], next_positions
         tokens, probabilities = draw(logits, *noise, verify_rows=kernel.verify_rows)
         self._probabilities[: tokens.shape[0]].index_copy_(1, draft_step.view(1), probabilities[:, None])
@@ -161,15 +157,13 @@ class ModelSpeculator:
         state = input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, *args
         model = super().propose(*state, dummy_run=dummy_run, **kwargs)  # type: ignore[misc]
         num_requests, slots, engine = input_batch.num_reqs, input_batch.idx_mapping, self._engine
-        session = engine.session
-        assert session is not None
         if dummy_run or engine.warming_up:  # nothing is sampled; compiles what will be called
             num_sampled = torch.zeros(num_requests, dtype=torch.int32, device=slots.device)
             num_given = self.num_speculative_steps if self._has_room else 0
             history = engine.propose_made_up(input_batch, num_given_tokens=num_given)
         else:
             history = engine.draft(input_batch, num_sampled) or engine.no_drafts(num_requests)
-        if not session.enabled:
+        if not self._session.enabled:
             self.draft_token_confidence_probs[:num_requests] = 0
             return history[0]
         return self._from_first_rank(self._choose(slots, num_sampled, history, model[:, :num_model]))
@@ -193,7 +187,7 @@ class ModelSpeculator:
         self._watch.step(self._choice.counts)
         # By `num_speculative_tokens_per_batch_size` a step may verify fewer tokens than the model can draft.
         if self._has_room and num_model == self.num_speculative_steps:
-            rest = self._drafter.continue_drafts(slots, is_model, model, of_slots)
+            rest = self._session.drafter.continue_drafts(slots, is_model, model, of_slots)
             for values, continued in zip((drafts, rates), rest, strict=True):
                 values[:, num_model:] = torch.where(is_model[:, None] > 0, continued, values[:, num_model:])
         self.draft_token_confidence_probs[:num_requests] = rates

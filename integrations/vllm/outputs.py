@@ -53,20 +53,21 @@ class PassBuffer:
         counts = of["num_broken"], of["num_sampled"], of["num_rows"], self._num_rejected
         return StepOutput(of["output"], of["targets"], of["logprobs"], of["ranks"], *counts, seq_lens, slots, prefill)
 
-    def sampled(self, num_requests: int, width: int) -> tuple[Tensor, Tensor]:
+    def sampled(self, num_requests: int) -> tuple[Tensor, Tensor]:
         """(tokens int64 [B, width], how many int32 [B]), which `hooks.copy_to_host_v2` recognises."""
+        width = self.step.width
         if (num_requests, width) not in self._views:
             tokens = self.on_device["output"][: num_requests * width].view(num_requests, width)
             counts = self.on_device["num_sampled"][:num_requests]
             # Attributes of the tensors themselves, as vLLM passes nothing else on.
-            tokens.copy_of_step = self.step, self.tokens_on_host(num_requests, width)  # type: ignore[attr-defined]
+            tokens.copy_of_step = self.step, self.tokens_on_host(num_requests)  # type: ignore[attr-defined]
             counts.copy_of_step = self.step, self.on_host["num_sampled"][:num_requests]  # type: ignore[attr-defined]
             self._views[num_requests, width] = tokens, counts
         return self._views[num_requests, width]
 
-    def tokens_on_host(self, num_requests: int, width: int) -> NDArray[np.int64]:
+    def tokens_on_host(self, num_requests: int) -> NDArray[np.int64]:
         """int64 [B, width]"""
-        return self.on_host["output"][: num_requests * width].reshape(num_requests, width)
+        return self.on_host["output"][: num_requests * self.step.width].reshape(num_requests, -1)
 
     def num_rejected(self, num_requests: int) -> Tensor:
         """int32 [B]"""
@@ -89,6 +90,7 @@ class StepBuffer:
 
     Attributes:
         passes: Where each pass writes.
+        width: Most tokens that a request may get in a pass.
         is_unread: Whether vLLM has been given a step of which it has not read the output.
     """
 
@@ -112,12 +114,12 @@ class StepBuffer:
             on_device = {name: part[a:b].view(dtype) for name, (dtype, a, b) in places.items()}
             on_host = {name: copy[a:b].view(dtype).numpy() for name, (dtype, a, b) in places.items()}
             self.passes.append(PassBuffer(self, on_device, on_host))
-        self._num_passes, self._width, self._is_copied, self.is_unread = 1, 1, True, False
+        self._num_passes, self.width, self._is_copied, self.is_unread = 1, 1, True, False
         self._uncounted: list[str] | None = None  # the requests of a step that has not been counted
 
     def begin(self, req_ids: list[str], width: int, num_passes: int) -> None:
-        """A step begins. width: Of what each pass gives `PassBuffer.sampled`."""
-        self._uncounted, self._is_copied, self._width, self._num_passes = req_ids, False, width, num_passes
+        """A step begins."""
+        self._uncounted, self._is_copied, self.width, self._num_passes = req_ids, False, width, num_passes
 
     def copy(self, *, is_complete: bool = False) -> None:
         """Begin the copy to the host, in the current stream, unless it has begun.
@@ -158,7 +160,7 @@ class StepBuffer:
         size, passes = len(result.req_ids), self.passes[: self._num_passes]
         counts = np.stack([of_pass.on_host["num_sampled"][:size] for of_pass in passes])
         width = int(counts.max())
-        tokens = np.stack([of_pass.tokens_on_host(size, self._width)[:, :width] for of_pass in passes], 1)
+        tokens = np.stack([of_pass.tokens_on_host(size)[:, :width] for of_pass in passes], 1)
         flat = tokens[np.arange(width) < counts.T[:, :, None]].tolist()
         ends = [0, *counts.sum(0).cumsum().tolist()]
         result.sampled_token_ids = [flat[a:b] for a, b in itertools.pairwise(ends)]

@@ -54,7 +54,7 @@ def buffers(stats):
 def test_the_whole_step_is_copied_once_and_then_counted_once(buffers, stats):
     buffer = buffers.next()
     a_step(buffer)
-    tokens, counts = buffer.passes[0].sampled(3, WIDTH)
+    tokens, counts = buffer.passes[0].sampled(3)
     logprobs = buffer.passes[0].logprobs(3, 5)
     buffer.count(stats)
     assert stats.steps == 0, "nothing has been copied"
@@ -67,7 +67,7 @@ def test_the_whole_step_is_copied_once_and_then_counted_once(buffers, stats):
     buffer.count(stats)
     assert (stats.steps, stats.request_steps, stats.draft_tokens, stats.accepted_tokens) == (1, 2, 2, 1)
     a_step(buffer, rows=(1, 1, 1))
-    hooks.copy_to_host_v2(None, buffer.passes[0].sampled(3, 1)[0])
+    hooks.copy_to_host_v2(None, buffer.passes[0].sampled(3)[0])
     assert lists.logprob_token_ids.tolist() == [[0], [1], [2], [3], [4]], "a copy of its own"
     assert lists.cu_num_generated_tokens == [0, 3, 4, 5]
     assert buffer.passes[0].logprobs(3, 3).to_cpu_nonblocking().tolists().cu_num_generated_tokens is None
@@ -118,7 +118,7 @@ def test_the_passes_of_a_step_are_read_as_one(buffers, stats):
         for tensor in (part.on_device["targets"], part.on_device["logprobs"], part.on_device["ranks"]):
             tensor[:6] = 100 * number + torch.arange(6)
         part.scores = part.logprobs(3, sum(rows[number]))
-    on_host = hooks.copy_to_host_v2(None, buffer.passes[0].sampled(3, WIDTH)[0])
+    on_host = hooks.copy_to_host_v2(None, buffer.passes[0].sampled(3)[0])
     first = buffer.passes[0].scores.to_cpu_nonblocking()
     assert not on_host.any(), "the others are not there yet"
     buffer.copy(is_complete=True)
