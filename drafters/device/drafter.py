@@ -530,9 +530,10 @@ class DeviceDrafter:
         keys = torch.empty(batch, splits, num_kept, dtype=torch.int64, device=self._device)
         found = torch.empty(batch, num_found, dtype=torch.int32, device=self._device)
         where = texts.members, texts.tokens, texts.documents, texts.index
+        sizes = splits // kernels.TILE_SPLITS, len(texts.index)
         tiles = {"TILE_SPLITS": kernels.TILE_SPLITS, "TILE": kernels.TILE}
         kernels.launch_scan[batch, splits](
-            slots, wanted, *where, keys, found, splits // kernels.TILE_SPLITS, LAYOUT=texts.layout, **tiles, num_warps=4
+            slots, wanted, *where, keys, found, *sizes, LAYOUT=texts.layout, **tiles, num_warps=4
         )
         if tables is None:
             drafts, rates = (torch.empty(batch, k, dtype=dtype, device=self._device) for dtype in DRAFT_DTYPES)

@@ -144,13 +144,13 @@ class LastDrafts(NamedTuple):
 
 
 @triton.jit
-def _bucket(tokens_ptr, mask, LAYOUT: tl.constexpr):
+def _bucket(tokens_ptr, mask, num_buckets):
     """The row of the index for the SHARED_ORDER tokens before each pointer, int64."""
     state = 0
     for i in tl.static_range(SHARED_ORDER):
         token = tl.load(tokens_ptr - 1 - i, mask=mask, other=0).to(tl.uint32)
         state = unfinished_hash(state, token_key(token))
-    return finish_hash(state).to(tl.int64) & (LAYOUT[2] - 1)
+    return finish_hash(state).to(tl.int64) & (num_buckets - 1)
 
 
 @triton.jit
@@ -166,7 +166,7 @@ def _enter(index_ptr, tokens_ptr, position, is_new, prompt, column, entry, LAYOU
         entry: Its stamp and number, of `_entry`.
     """
     is_new &= position >= tl.where(entry >> LAYOUT[1] > 0, tl.maximum(prompt, SHARED_ORDER), MAX_POSITION)
-    at = _bucket(tokens_ptr, is_new, LAYOUT) * COLUMNS + column
+    at = _bucket(tokens_ptr, is_new, LAYOUT[2]) * COLUMNS + column
     tl.atomic_max(index_ptr + at, entry + position, mask=is_new, sem="relaxed")
 
 
@@ -332,7 +332,7 @@ def _join(key, start, rank, TILE: tl.constexpr):
 
 
 @triton.jit
-def _look_up(index_ptr, text_ptr, documents_ptr, slot, found_ptr, LAYOUT: tl.constexpr):
+def _look_up(index_ptr, num_buckets, text_ptr, documents_ptr, slot, found_ptr, LAYOUT: tl.constexpr):
     """The matches of a request's last tokens in other problems' texts: int64 [MAX_CANDIDATES], at most COLUMNS of them.
 
     Writes their documents to `found_ptr`. An entry is out of date if its document has another stamp by now.
@@ -342,7 +342,7 @@ def _look_up(index_ptr, text_ptr, documents_ptr, slot, found_ptr, LAYOUT: tl.con
     own_length = tl.load(own + LENGTH).to(tl.int32)
     own_end = text_ptr + tl.load(own + OFFSET) + own_length
     can_look = (tl.load(own + STAMP) > 0) & (own_length >= SHARED_ORDER)
-    bucket = _bucket(own_end, can_look, LAYOUT)
+    bucket = _bucket(own_end, can_look, num_buckets)
     entry = tl.where(can_look, tl.load(index_ptr + bucket * COLUMNS + column), 0)
     position = (entry & ((1 << LAYOUT[0]) - 1)).to(tl.int32)
     document = (entry >> LAYOUT[0]) & ((1 << LAYOUT[1] - LAYOUT[0]) - 1)
@@ -363,7 +363,7 @@ def _look_up(index_ptr, text_ptr, documents_ptr, slot, found_ptr, LAYOUT: tl.con
     return tl.sum(tl.where(lane[:, None] == column[None, :], key[None, :], 0), 1)
 
 
-@triton.jit(do_not_specialize=["doc_splits"])
+@triton.jit(do_not_specialize=["doc_splits", "num_buckets"])
 def _scan_kernel(
     slots_ptr,  # int32 [B]
     wanted_ptr,  # int32 [B], 0: nothing is drafted for the request
@@ -374,6 +374,7 @@ def _scan_kernel(
     keys_ptr,  # int64 [B, splits, MAX_CANDIDATES], written
     found_ptr,  # int32 [B, COLUMNS], written: the documents that the index named
     doc_splits,
+    num_buckets,  # of the index: as a constant it would make ptxas spill for Hopper
     LAYOUT: tl.constexpr,  # of the index
     TILE_SPLITS: tl.constexpr,
     TILE: tl.constexpr,
@@ -386,7 +387,7 @@ def _scan_kernel(
     # A text without room may lack its last tokens: nothing is drafted for it.
     if (tl.load(wanted_ptr + row) > 0) & (own_length < tl.load(own + CAPACITY)):
         if split == 0:
-            kept = _look_up(index_ptr, text_ptr, documents_ptr, slot, found_ptr + row * COLUMNS, LAYOUT)
+            kept = _look_up(index_ptr, num_buckets, text_ptr, documents_ptr, slot, found_ptr + row * COLUMNS, LAYOUT)
         members_ptr += tl.load(own + PROBLEM) * (1 + MAX_MEMBERS)
         own_offset = tl.load(own + OFFSET)
         own_end, depth_limit = own_offset + own_length, tl.minimum(own_length, MAX_DEPTH)

@@ -62,8 +62,10 @@ class ModelWatch:
 
 def make_model_speculator(inner: Any) -> Any:
     """vLLM's speculator `inner` as one of ours: of a class made from its own, as vLLM's runner asks for that."""
-    inner.__class__ = type(f"Coupled{type(inner).__name__}", (ModelSpeculator, type(inner)), {})
-    return inner
+    joint: Any = type(f"Coupled{type(inner).__name__}", (ModelSpeculator, type(inner)), {})
+    speculator = joint.__new__(joint)
+    speculator.__dict__ = inner.__dict__
+    return speculator
 
 
 class ModelSpeculator:

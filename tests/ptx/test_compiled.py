@@ -9,11 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from rollout_spec.drafters.device.choice import DeviceChoice
-from rollout_spec.drafters.device.drafter import EndedRequest
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel
-from tests.drafters.device.test_device import Engine, K
 from tests.ptx import machine
 from tests.ptx.machine import Counts, changed_settings
 from tests.verify.batches import assert_agrees, kernel_verify
@@ -132,43 +129,3 @@ def test_bytes_per_logit_and_launches(dtype, logprobs, features, least, most, mo
     written = 32 * sum(counts.sectors_written for counts in found.values()) / logits.numel()
     assert least <= read <= most, f"{read:.2f} bytes"
     assert written < 0.05, f"{written:.2f} bytes"  # each tile's maximum is counted as a sector of 32 bytes
-
-
-@pytest.mark.parametrize("batch", [1, 6])
-def test_launches_of_drafting(batch):
-    """As many for any batch, and for any text and draft."""
-    engine = Engine()
-    live = [engine.start([1, 2, 1] * (1 + i), seed=i) for i in range(batch)]
-    slots = torch.tensor([engine.live[req_id] for req_id in live], dtype=torch.int32)
-    moved = counted(lambda: engine.drafter.reserve(slots.numpy(), np.full(batch, 30)))
-    assert {name: counts.launches for name, counts in moved.items()} == {"_move_kernel": 1}
-    for req_id in live:
-        engine.commit(req_id, [2])  # without a token said, there is nothing to retire
-    ones, drafter = torch.ones_like(slots), engine.drafter
-    choice = DeviceChoice(6, K, K, torch.device("cpu"))
-    model = torch.zeros(batch, K, dtype=torch.int64), torch.ones(batch, K)
-
-    def propose():
-        return drafter.propose(slots, ones, engine.slots)
-
-    def choose():
-        choice.choose(slots, ones, engine.slots, propose(), model)
-
-    def continue_drafts():
-        drafter.continue_drafts(slots, ones, torch.ones(batch, 2, dtype=torch.int64), engine.slots)
-
-    def stop():
-        drafter.stop_requests([EndedRequest(slot, int(engine.total_len[slot])) for slot in slots.tolist()])
-
-    def follow():
-        drafter.extend(slots, ones, engine.slots)
-
-    step = {"_extend_kernel": 1, "_scan_kernel": 1, "_draft_kernel": 1}
-    for call, expected in (
-        (propose, step),
-        (choose, step | {"_grade_kernel": 1, "_choose_kernel": 1}),
-        (continue_drafts, {"_lengthen_kernel": 2, "_scan_kernel": 1, "_draft_kernel": 1}),
-        (follow, {"_extend_kernel": 1}),
-        (stop, {"_retire_kernel": 1}),
-    ):
-        assert {name: counts.launches for name, counts in counted(call).items()} == expected

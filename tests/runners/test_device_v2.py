@@ -84,17 +84,6 @@ def lengths_of_drafts(llm):
     return lengths
 
 
-def test_a_rollout_ends_at_its_stop_token_also_at_token_0(tiny_model):
-    """Of which the engine has sampled more, as it schedules a step ahead."""
-    llm = build_on_device(tiny_model)
-    params = mixed_params(20, 4, temperature=1.0, ignore_eos=True, stop_token_ids=[0], **{**PLAIN, "max_tokens": 150})
-    said = generate(llm, params, prompts_of(params))
-    assert any(output.token_ids[-1] == 0 for output in said)
-    kept = [tokens.tolist() for _, tokens, _ in rollouts_of(llm)]
-    assert all(0 not in tokens[:-1] for tokens in kept)
-    assert any(tokens[-1] == 0 for tokens in kept)
-
-
 def test_slots_follow_the_batch_size(tiny_model, off, reference_model):
     """No slots for four or more requests, K for fewer: vLLM's schedule, which it has in every version."""
     ranges = {"num_speculative_tokens_per_batch_size": [(1, 3, K), (4, 6, 0)]}

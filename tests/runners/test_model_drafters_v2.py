@@ -101,23 +101,6 @@ def test_the_model_drafts_the_same_alone_and_beside_history(drafters, off, refer
     assert 0 < right < reached
 
 
-def test_each_is_chosen_where_it_promises_more(drafters):
-    llm = build_beside(drafters, "eagle")
-    choice, is_model = runner_of(llm).speculator._choice, []
-    choose = choice.choose
-
-    def note(*arguments):
-        chosen = choose(*arguments)
-        is_model.extend(chosen[2].tolist())
-        return chosen
-
-    choice.choose = note
-    params = mixed_params(8, max_tokens=24, ignore_eos=True)
-    for _ in range(2):
-        generate(llm, params, prompts_of(params))
-    assert 0.1 < sum(is_model) / len(is_model) < 0.9
-
-
 @pytest.mark.parametrize(("verify", "least", "most"), [("sample", 0.97, 1.0), ("rejection", 0.02, 0.6)])
 def test_drafts_are_drawn_with_the_targets_noise(drafters, verify, least, most):
     """A draft model that is the target itself is always right, at any temperature, in whichever row a request is."""

@@ -295,23 +295,23 @@ def test_stamps_that_are_used_up_begin_anew():
 
 @pytest.mark.parametrize("prompt", [[7, 8], [7, 8] * 20])
 def test_a_finished_rollout_ends_where_the_engine_ended_it(prompt):
-    """The engine samples past the end; stop tokens do not count before min_tokens, nor in the prompt."""
+    """The engine samples past the end; stop tokens do not count before min_tokens, nor in the prompt. 0 is one, too."""
     engine = Engine()
     keep = engine.start(prompt)
     cases = {
-        (): [1, 9, 2, 9, 3],
-        ((9,),): [1, 9],
-        ((9, 3), 3): [1, 9, 2, 9],
-        ((3, 4, 5, 6, 9), 5): [1, 9, 2, 9, 3],
-        ((8,),): [1, 9, 2, 9, 3],
-        ((9,), 2): [1, 9],
-        ((9,), 3): [1, 9, 2, 9],
-        ((9,), 4): [1, 9, 2, 9],
-        ((), 0, 4): [1, 9, 2, 9],
+        (): [1, 0, 2, 0, 3],
+        ((0,),): [1, 0],
+        ((0, 3), 3): [1, 0, 2, 0],
+        ((3, 4, 5, 6, 0), 5): [1, 0, 2, 0, 3],
+        ((8,),): [1, 0, 2, 0, 3],
+        ((0,), 2): [1, 0],
+        ((0,), 3): [1, 0, 2, 0],
+        ((0,), 4): [1, 0, 2, 0],
+        ((), 0, 4): [1, 0, 2, 0],
     }
     for trim in cases:
         request = engine.start(prompt)
-        engine.commit(request, [1, 9, 2, 9, 3])
+        engine.commit(request, [1, 0, 2, 0, 3])
         names = ("stop_token_ids", "min_tokens", "max_tokens")
         engine.stop(request, **dict(zip(names, trim, strict=False)))
     assert [rollout.read().tokens.tolist() for rollout in engine.drafter.rollouts.by_age] == list(cases.values())

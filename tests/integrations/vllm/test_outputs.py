@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -73,12 +71,15 @@ def test_the_whole_step_is_copied_once_and_then_counted_once(buffers, stats):
     assert buffer.passes[0].logprobs(3, 3).to_cpu_nonblocking().tolists().cu_num_generated_tokens is None
 
 
-def test_broken_logits_are_an_error_for_whoever_asks(buffers, stats):
-    """Also for vLLM, which reads the step after a command has been told."""
+@pytest.mark.parametrize("num_passes", [1, 2])
+def test_broken_logits_are_an_error_for_whoever_asks(buffers, stats, num_passes):
+    """In the last pass. Also for vLLM, which reads the step after a command has been told."""
     buffer, other = buffers.next(), buffers.next()
     a_step(other)
-    a_step(buffer, broken=(0, 1, 0))
-    buffer.copy()
+    a_step(buffer)
+    buffer.begin(REQ_IDS, WIDTH, num_passes)
+    of_pass(buffer.passes[num_passes - 1], (1, 1, 1), (1, 1, 1), broken=(0, 1, 0))
+    buffer.copy(is_complete=True)
     buffers.read(other, one_pass())
     for ask in (buffers.finish_counting, lambda: buffers.read(buffer, one_pass())):
         with pytest.raises(FloatingPointError, match="request b"):
@@ -134,26 +135,3 @@ def test_the_passes_of_a_step_are_read_as_one(buffers, stats):
         assert column.tolist() == expected
     assert result.logprobs.sampled_token_ranks.tolist() == expected
     assert (stats.steps, stats.request_steps, stats.accepted_tokens) == (3, 9, 6)
-
-
-def test_broken_logits_of_a_further_pass_are_an_error(buffers, stats):
-    buffer = buffers.next()
-    buffer.begin(REQ_IDS, WIDTH, 2)
-    for part, broken in zip(buffer.passes, [(0, 0, 0), (0, 1, 0)], strict=False):
-        of_pass(part, (1, 1, 1), (1, 1, 1), broken)
-    buffer.copy(is_complete=True)
-    with pytest.raises(FloatingPointError, match="request b"):
-        buffers.read(buffer, one_pass())
-    assert stats.steps == 0
-
-
-def test_log_probabilities_of_further_passes_are_copied_with_the_step(buffers):
-    buffer = buffers.next()
-    buffer.begin(REQ_IDS, WIDTH, 3)
-    for part in buffer.passes:
-        of_pass(part, (1, 1, 1), (1, 1, 1))
-        part.scores = SimpleNamespace(to_cpu_nonblocking=lambda: "copied")
-    buffer.copy()
-    assert [part.scores_on_host for part in buffer.passes] == [None] * 3
-    buffer.copy(is_complete=True)
-    assert [part.scores_on_host for part in buffer.passes] == [None, "copied", "copied"], "vLLM copies the first one's"
