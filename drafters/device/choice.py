@@ -161,41 +161,20 @@ class DeviceChoice:
         """
         tokens, probabilities = model
         batch, num_model = slots.shape[0], tokens.shape[1]
+        texts = engine.token_ids, engine.token_ids.stride(0), engine.lengths
         _launch_grade[(batch,)](
-            slots,
-            num_sampled,
-            engine.token_ids,
-            engine.token_ids.stride(0),
-            engine.lengths,
-            *self._last,
-            self.counts,
-            M=self._m,
-            WIDTH=next_power_of_2(self._m),
-            num_warps=1,
+            slots, num_sampled, *texts, *self._last, self.counts, M=self._m, WIDTH=next_power_of_2(self._m), num_warps=1
         )
         chosen = (
             torch.empty(batch, self._k, dtype=torch.int64, device=slots.device),
             torch.empty(batch, self._k, dtype=torch.float32, device=slots.device),
             torch.empty(batch, dtype=torch.int32, device=slots.device),
         )
+        # Without a draft of the model's something is read as one, but nothing follows from it.
+        of_model = tokens if num_model else history[0], tokens.stride(0), probabilities, probabilities.stride(0)
+        arguments = slots, num_sampled, engine.lengths, engine.temperature, *history, *of_model, num_model, self.counts
         _launch_choose[(batch,)](
-            slots,
-            num_sampled,
-            engine.lengths,
-            engine.temperature,
-            *history,
-            tokens if num_model else history[0],  # is read then, too, but nothing follows from it
-            tokens.stride(0),
-            probabilities,
-            probabilities.stride(0),
-            num_model,
-            self.counts,
-            *self._last,
-            *chosen,
-            K=self._k,
-            M=self._m,
-            WIDTH=next_power_of_2(self._k),
-            num_warps=1,
+            *arguments, *self._last, *chosen, K=self._k, M=self._m, WIDTH=next_power_of_2(self._k), num_warps=1
         )
         self._num_steps += 1
         if self._num_steps % STEPS_PER_HALVING == 0:

@@ -782,14 +782,5 @@ def retire(rows: Tensor, stops: Tensor, texts: Texts) -> None:
 
     A text that comes from the host is a document already: of it a row makes itself. Arguments as of the kernel.
     """
-    _retire_kernel[(rows.shape[0],)](
-        rows,
-        stops,
-        stops.shape[1],
-        texts.tokens,
-        texts.documents,
-        texts.index,
-        LAYOUT=texts.layout,
-        BLOCK=TILE,
-        num_warps=4,
-    )
+    where = texts.tokens, texts.documents, texts.index
+    _retire_kernel[(rows.shape[0],)](rows, stops, stops.shape[1], *where, LAYOUT=texts.layout, BLOCK=TILE, num_warps=4)

@@ -87,7 +87,8 @@ class ModelSpeculator:
         self._has_room = self.num_speculative_steps < self.num_speculative_tokens
         self._probabilities = torch.ones_like(engine.confidences)
         self.draft_token_confidence_probs = engine.confidences
-        self._choice = DeviceChoice(*engine.confidences.shape, self.num_speculative_steps, device)
+        num_slots, k = engine.confidences.shape
+        self._choice = DeviceChoice(num_slots, k, self.num_speculative_steps, device)
         self._session.choice = self._choice
         # Ranks round sums differently, and must choose the same draft.
         self._from_first_rank = broadcasting_from_first_rank(engine._runner.vllm_config, device)
