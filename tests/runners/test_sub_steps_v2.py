@@ -317,7 +317,7 @@ def test_all_passes_are_copied_after_the_last_one(monkeypatch):
     runner = SimpleNamespace(main_stream="main", output_copy_stream=SimpleNamespace(wait_stream=says("wait")))
     buffer = SimpleNamespace(passes=[None] * 3, copy=says("copy"))
     ours = SimpleNamespace(
-        _repetition=SimpleNamespace(batch=None), _of_step=(buffer, None, 1), _num_passes=3, _runner=runner,
+        _repetition=SimpleNamespace(batch=None), _of_step=(buffer, None), _num_passes=3, _runner=runner,
         _run_further_pass=says("pass"), is_cutting=False,
     )  # fmt: skip
     for _ in range(2):  # the second step has one pass
