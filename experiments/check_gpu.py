@@ -29,8 +29,8 @@ from rollout_spec.features import FEATURE_WORDS, SIGNATURE_BITS, TOP_TOKENS, pac
 from rollout_spec.transfers import HostCopy
 from rollout_spec.types import GREEDY_TEMPERATURE, SamplingBatch
 from rollout_spec.verify import kernel
-from rollout_spec.verify.api import draw, lay_out, verify_rows
-from rollout_spec.verify.reference import Layout, pack_signatures
+from rollout_spec.verify.api import draw, verify_rows
+from rollout_spec.verify.reference import Layout, lay_out, pack_signatures
 from rollout_spec.verify.self_check import Batch, fault_of, random_batch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -113,7 +113,7 @@ def check_features(batch: Batch, options: dict[str, Any]) -> int:
     """Compare the features of emitted tokens with those that a CPU makes of all logits. Returns their number."""
     logits, drafts, cu, rows = batch
     hidden = torch.randn(logits.shape[0], 64, device=logits.device)
-    layout = kernel.lay_out(cu, drafts, rows)
+    layout = lay_out(cu, drafts, rows)
     with no_waiting(logits.device):  # kernels were compiled by the check of tokens, all but that of features
         result = kernel.verify_rows(logits, layout, **options)
     features = kernel.verify_rows(logits, layout, hidden=hidden, **options).features

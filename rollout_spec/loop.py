@@ -212,7 +212,8 @@ class LogitsTarget:
         """
         import torch  # replays do without it
 
-        from rollout_spec.verify.api import lay_out, verify_rows
+        from rollout_spec.verify.api import verify_rows
+        from rollout_spec.verify.reference import lay_out
 
         contexts = [
             r.token_ids + draft[:n] for r, draft in zip(requests, drafts, strict=True) for n in range(len(draft) + 1)

@@ -40,8 +40,8 @@ from rollout_spec.integrations.vllm.sampling import keep_broken, truncate
 from rollout_spec.noise import host as noise
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import reference
-from rollout_spec.verify.api import lay_out, verify_rows
-from rollout_spec.verify.reference import Layout
+from rollout_spec.verify.api import verify_rows
+from rollout_spec.verify.reference import Layout, lay_out
 
 BASE = {
     "batch": 256, "k": 8, "vocab": 151_936, "temperature": 1.0, "top_p": 1.0, "logprobs": True, "ragged": False,
@@ -160,7 +160,7 @@ class Case:
         count = min(self.batch, 3)
         end = int(self.starts[count])
         rows = SamplingBatch(*(getattr(self.rows, name)[:count] for name in SamplingBatch.__slots__))
-        layout = reference.lay_out(self.cu[:count], self.drafts[: end - count], rows)
+        layout = lay_out(self.cu[:count], self.drafts[: end - count], rows)
         found = reference.verify_rows(*self._processed(self.logits[:end], layout), max_draft_tokens=self.k)
         expected = found.output_token_ids.cpu().numpy()
         logits = self.logits[:end].float().cpu().numpy()

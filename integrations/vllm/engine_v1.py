@@ -37,8 +37,8 @@ from rollout_spec.integrations.vllm.sampling import (
 from rollout_spec.integrations.vllm.session import HostSession
 from rollout_spec.transfers import HostCopy, upload
 from rollout_spec.types import SamplingBatch, VerifyResult
-from rollout_spec.verify.api import lay_out, verify_rows
-from rollout_spec.verify.reference import Layout, scaled
+from rollout_spec.verify.api import verify_rows
+from rollout_spec.verify.reference import Layout, lay_out, scaled
 
 
 class _Batch(NamedTuple):

@@ -17,7 +17,8 @@ from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.installation import REMEDY, find_folder
 from rollout_spec.loop import Decoder, RequestState, Targets
 from rollout_spec.types import LogprobsMode, SamplingBatch
-from rollout_spec.verify.api import lay_out, verify_rows
+from rollout_spec.verify.api import verify_rows
+from rollout_spec.verify.reference import lay_out
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def warm_up_kernels(
     from rollout_spec.verify import kernel
 
     zeros, starts = (torch.arange(size, dtype=torch.int32, device=device) for size in (1, 2))
-    if step is not None:  # V1's layout is compiled below
+    if step is not None:
         kernel.gather_layout(zeros, zeros.long(), zeros, starts, zeros, zeros, zeros.float(), zeros.long(), memory)
     # Triton tells strides and sizes apart that 16 divides. vLLM cuts logits off a matrix of padded width.
     padded_size = -(-vocab_size // 64) * 64
@@ -115,7 +116,7 @@ def warm_up_kernels(
         drafts = torch.zeros(num_drafts, dtype=torch.int32, device=device)
         kernel.verify_rows(
             logits,
-            kernel.lay_out(num_drafts * one, drafts, batch),
+            lay_out(num_drafts * one, drafts, batch),
             method=config.verify,
             logprobs_mode=mode,
             hidden=None if hidden is None else torch.zeros(rows, hidden[0], dtype=hidden[1], device=device),

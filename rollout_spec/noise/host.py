@@ -72,7 +72,7 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest.digest(), "little") & 0x7FFF_FFFF_FFFF_FFFF
 
 
-# The definition, for compiled functions and for NumPy: 64-bit integers, or int64 arrays, cut to 32 bits after each
+# The definition, for compiled functions, NumPy and torch: 64-bit integers, or int64 arrays, cut to 32 bits after each
 # step. Products wrap. Where numba's compiler is off, numbers are Python's: of NumPy's, wrapping gives warnings.
 
 

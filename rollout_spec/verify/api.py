@@ -8,18 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout_spec.types import LogprobsMode, SamplingBatch, VerifyMethod, VerifyResult
+from rollout_spec.types import LogprobsMode, VerifyMethod, VerifyResult
 from rollout_spec.verify import cpu, reference
 from rollout_spec.verify.reference import Layout
-
-
-def lay_out(cu_num_draft_tokens: Tensor, draft_token_ids: Tensor, rows: SamplingBatch) -> Layout:
-    """See `reference.lay_out`; on a GPU in one launch."""
-    if cu_num_draft_tokens.is_cuda:
-        from rollout_spec.verify import kernel  # brings triton, which machines without a GPU may lack
-
-        return kernel.lay_out(cu_num_draft_tokens, draft_token_ids, rows)
-    return reference.lay_out(cu_num_draft_tokens, draft_token_ids, rows)
 
 
 def verify_rows(
@@ -42,7 +33,7 @@ def verify_rows(
     Args:
         logits: float [N, V], the target's, on the CPU or a CUDA device, N = D + B rows: each request's drafted
             positions, then its bonus position. Not changed.
-        layout: What is drafted at each row, and how it is sampled; `lay_out` makes it. Ids outside the
+        layout: What is drafted at each row, and how it is sampled; `reference.lay_out` makes it. Ids outside the
             vocabulary are never accepted.
         method: `"sample"`: compare drafts with the target's own sample under the request's noise. `"rejection"`: accept
             a draft with the probability that the target gives it, else sample the rest (arXiv:2211.17192 for drafts of

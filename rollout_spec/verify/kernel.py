@@ -35,14 +35,7 @@ from rollout_spec import features as format
 from rollout_spec.launches import Launcher, cdiv, next_power_of_2
 from rollout_spec.noise import host as noise
 from rollout_spec.noise.triton import finish_hash, gumbel, row_state, token_key, unfinished_hash, uniform
-from rollout_spec.types import (
-    GREEDY_TEMPERATURE,
-    PLACEHOLDER_TOKEN_ID,
-    LogprobsMode,
-    SamplingBatch,
-    VerifyMethod,
-    VerifyResult,
-)
+from rollout_spec.types import GREEDY_TEMPERATURE, PLACEHOLDER_TOKEN_ID, LogprobsMode, VerifyMethod, VerifyResult
 from rollout_spec.verify.reference import Layout, project
 
 ROWS, BLOCK = 2, 512
@@ -127,51 +120,36 @@ class Parts(NamedTuple):
     unscaled_mass: Tensor
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit
 def _layout_kernel(
-    starts_ptr,  # int32 [B + 1], written unless drafts were fed to the model, as all fields of `Layout`
+    starts_ptr,  # int32 [B + 1], read; the other fields of `Layout` are written
     row_temperature_ptr,
     row_seed_ptr,
     row_position_ptr,
     row_draft_ptr,
-    positions_ptr,  # integer [B]; of drafts that were fed to the model [T]
-    temperature_ptr,  # float [B] or [R]
-    seed_ptr,  # int64 [B] or [R]
-    draft_ids_ptr,  # integer [D]; of drafts that were fed to the model [T], the tokens that were
-    cu_draft_ptr,  # integer [B], inclusive; None where drafts were fed to the model, otherwise the next three are
+    positions_ptr,  # integer [T]
+    temperature_ptr,  # float [R]
+    seed_ptr,  # int64 [R]
+    input_ids_ptr,  # integer [T]
     at_ptr,  # integer [N]: the rows' places among the T input tokens
     request_ptr,  # integer [B]: among R
     prefill_len_ptr,  # int32 [R]
-    num_requests,
     BLOCK: tl.constexpr,
 ):
-    request = tl.program_id(0)
-    if cu_draft_ptr is None:
-        first_row = tl.load(starts_ptr + request)
-        num_drafts = tl.load(starts_ptr + request + 1) - first_row - 1
-        position = tl.load(positions_ptr + tl.load(at_ptr + first_row)).to(tl.int64)
-        request = tl.load(request_ptr + request)
-        # Nothing has been drafted for a step that starts within the prompt: what stands there are placeholders.
-        has_drafts = position >= tl.load(prefill_len_ptr + request)
-    else:
-        end = tl.load(cu_draft_ptr + request).to(tl.int32)
-        start = tl.load(cu_draft_ptr + request - 1, mask=request > 0, other=0).to(tl.int32)
-        first_row, num_drafts = start + request, end - start
-        position = tl.load(positions_ptr + request).to(tl.int64)
-        tl.store(starts_ptr + request, first_row)
-        if request == num_requests - 1:
-            tl.store(starts_ptr + num_requests, end + num_requests)
+    index = tl.program_id(0)
+    first_row = tl.load(starts_ptr + index)
+    num_drafts = tl.load(starts_ptr + index + 1) - first_row - 1
+    position = tl.load(positions_ptr + tl.load(at_ptr + first_row)).to(tl.int64)
+    request = tl.load(request_ptr + index)
+    # Nothing has been drafted for a step that starts within the prompt: what stands there are placeholders.
+    has_drafts = position >= tl.load(prefill_len_ptr + request)
     temperature = tl.load(temperature_ptr + request).to(tl.float32)
     seed = tl.load(seed_ptr + request)
     for offset in range(0, num_drafts + 1, BLOCK):
         j = offset + tl.arange(0, BLOCK)
-        row, is_row, is_drafted = first_row + j, j <= num_drafts, j < num_drafts
-        if cu_draft_ptr is None:  # a draft is the input of the next row
-            is_drafted &= has_drafts
-            at = tl.load(at_ptr + row + 1, mask=is_drafted, other=0)
-        else:
-            at = start + j
-        draft = tl.load(draft_ids_ptr + at, mask=is_drafted, other=-1).to(tl.int64)
+        row, is_row, is_drafted = first_row + j, j <= num_drafts, (j < num_drafts) & has_drafts
+        at = tl.load(at_ptr + row + 1, mask=is_drafted, other=0)  # a draft is the input of the next row
+        draft = tl.load(input_ids_ptr + at, mask=is_drafted, other=-1).to(tl.int64)
         draft = tl.where((draft >= 0) & (draft < 2147483648), draft, PLACEHOLDER).to(tl.int32)
         tl.store(row_temperature_ptr + row, temperature, mask=is_row)
         tl.store(row_seed_ptr + row, seed, mask=is_row)
@@ -558,14 +536,6 @@ _launch_rank = Launcher(_rank_kernel)
 _launch_features = Launcher(_features_kernel)
 
 
-def lay_out(cu_num_draft_tokens: Tensor, draft_token_ids: Tensor, rows: SamplingBatch) -> Layout:
-    """See `rollout_spec.verify.reference.lay_out`."""
-    num_requests, num_drafts = cu_num_draft_tokens.shape[0], draft_token_ids.shape[0]
-    starts = torch.empty(num_requests + 1, dtype=torch.int32, device=cu_num_draft_tokens.device)
-    of_requests = rows.positions, rows.temperature, rows.seeds, draft_token_ids, cu_num_draft_tokens
-    return _lay_out(starts, num_requests + num_drafts, num_requests, *of_requests, None, None, None)
-
-
 def gather_layout(
     input_ids: Tensor,
     positions: Tensor,
@@ -588,20 +558,13 @@ def gather_layout(
         temperature, seeds: float32 and int64 [R].
         memory: Where the layout is written; its tensors may be longer then. None: new ones.
     """
-    # vLLM's dummy steps and its versions have other types here, for which the kernel would be compiled again.
-    of_rows = logits_indices.long(), request.int(), prefill_len
-    of_requests = positions, temperature, seeds, input_ids, None
-    return _lay_out(starts, logits_indices.shape[0], request.shape[0], *of_requests, *of_rows, memory=memory)
-
-
-def _lay_out(
-    starts: Tensor, num_rows: int, num_requests: int, *tensors: Tensor | None, memory: Memory | None = None
-) -> Layout:
-    """Launch `_layout_kernel` with these tensors, from `positions_ptr` on."""
     dtypes = {"temperature": torch.float32, "seed": torch.int64, "position": torch.int64, "draft": torch.int32}
-    new = memory or _new
+    new, num_rows = memory or _new, logits_indices.shape[0]
     layout = Layout(starts, *(new(name, dtype, num_rows, starts.device) for name, dtype in dtypes.items()))
-    _launch_layout[(num_requests,)](*layout, *tensors, num_requests, BLOCK=16, num_warps=1)
+    # vLLM's dummy steps and its versions have other types here, for which the kernel would be compiled again.
+    at, request = logits_indices.long(), request.int()
+    tensors = positions, temperature, seeds, input_ids, at, request, prefill_len
+    _launch_layout[(request.shape[0],)](*layout, *tensors, BLOCK=16, num_warps=1)
     return layout
 
 

@@ -91,9 +91,8 @@ def fault_of(
     """Say where the kernels differ from the reference; None: nowhere. Waits for the device."""
     logits, drafts, cu, rows = batch
     options |= {"method": method, "logprobs_mode": logprobs_mode}
-    laid_out = kernel.lay_out(cu, drafts, rows)
-    got = kernel.verify_rows(logits, laid_out, after_difference=True, **options)
     layout = reference.lay_out(cu, drafts, rows)
+    got = kernel.verify_rows(logits, layout, after_difference=True, **options)
     tokens, raw = got.target_token_ids, logits.float()
     processed = reference.scaled(raw, layout.temperature)
     targets = reference.target_tokens(raw, processed, layout, method)
@@ -115,7 +114,7 @@ def fault_of(
     for name in ("output_token_ids", "num_accepted", "num_broken_rows"):
         if not torch.equal(getattr(got, name), getattr(expected, name)):
             return f"{name} is {getattr(got, name).tolist()} for {getattr(expected, name).tolist()}"
-    return _step_fault(logits, laid_out, got, is_emitted & (targets >= 0), options) if for_v2 else None
+    return _step_fault(logits, layout, got, is_emitted & (targets >= 0), options) if for_v2 else None
 
 
 def _step_fault(

@@ -11,6 +11,8 @@ pytest.importorskip("triton")
 
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel
+from rollout_spec.verify.reference import lay_out
+from tests.drafters.device.test_device import Engine, K
 from tests.ptx import machine
 from tests.ptx.machine import Counts, changed_settings
 from tests.verify.batches import assert_agrees, kernel_verify
@@ -104,7 +106,7 @@ class Launches(TorchDispatchMode):
 def test_bytes_per_logit_and_launches(dtype, logprobs, features, least, most, monkeypatch):
     """The scan reads each logit once, and a tile again where a token may win; ranks take another pass.
 
-    With layout, log-probabilities and features there are six launches, one of which is torch's.
+    With log-probabilities and features there are five launches, one of which is torch's.
     """
     monkeypatch.setattr(kernel, "TARGET_PROGRAMS", 8)  # 32 rows of 32,768 tokens: as with 128 rows of 151,936
     count, vocab_size = 32, 32_768
@@ -115,13 +117,12 @@ def test_bytes_per_logit_and_launches(dtype, logprobs, features, least, most, mo
     first = kernel_verify(logits, *arguments, after_difference=True)
     # The drafts are accepted, as drafts of which verification profits are.
     wish = first.target_token_ids.reshape(8, 4)[:, :3].reshape(-1).int()
-    mode = "processed_logprobs" if logprobs else None
+    layout, mode = lay_out(arguments[1], wish, rows), "processed_logprobs" if logprobs else None
     hidden = torch.randn(count, 64, generator=generator) if features else None
+    options = {"logprobs_mode": mode, "hidden": hidden, "max_draft_tokens": 3}
     with Launches() as torchs:
-        found = counted(
-            lambda: kernel_verify(logits, wish, *arguments[1:], logprobs_mode=mode, hidden=hidden, max_draft_tokens=3)
-        )
-    names = ["_layout_kernel", "_scan_kernel", "_accept_kernel", *(["_rank_kernel"] if logprobs else [])]
+        found = counted(lambda: kernel.verify_rows(logits, layout, **options))
+    names = ["_scan_kernel", "_accept_kernel", *(["_rank_kernel"] if logprobs else [])]
     names += ["_features_kernel"] if features else []
     assert {name: counts.launches for name, counts in found.items()} == dict.fromkeys(names, 1)
     assert torchs.names == (["aten::mm"] if features else [])

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch
 from rollout_spec.verify import reference
-from rollout_spec.verify.api import lay_out, verify_rows
+from rollout_spec.verify.api import verify_rows
+from rollout_spec.verify.reference import lay_out
 
 LOGPROBS_MODES = (None, "raw_logprobs", "processed_logprobs")
 METHODS = ("sample", "rejection")
@@ -59,7 +60,7 @@ def probabilities(logits, **parameters):
     return truncated(torch.from_numpy(logits), **parameters).double().softmax(0).numpy()
 
 
-def on_batches(verify_rows, lay_out):
+def on_batches(verify_rows):
     """A `verify_rows` with the arguments of `reference.verify`."""
 
     def verify(logits, drafts, cu, rows, **options):
@@ -75,10 +76,10 @@ def kernel_verify(*args, **options):
     pytest.importorskip("triton")
     from rollout_spec.verify import kernel
 
-    return on_batches(kernel.verify_rows, kernel.lay_out)(*args, **options)
+    return on_batches(kernel.verify_rows)(*args, **options)
 
 
-verify_on_host = on_batches(verify_rows, lay_out)
+verify_on_host = on_batches(verify_rows)
 verifiers = pytest.mark.parametrize("verify", [verify_on_host, kernel_verify], ids=["cpu", "kernel"])
 
 
