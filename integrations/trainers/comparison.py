@@ -6,8 +6,7 @@ Rollouts are the same with and without drafts, so those of such a generation are
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import Counter, defaultdict, deque
 from statistics import fmean, stdev
 from typing import NamedTuple
 
@@ -33,17 +32,8 @@ class _Generation(NamedTuple):
     num_requests: int
     log_seconds: float
     """Per token, the logarithm."""
-
-
-@dataclass
-class _Turn:
-    """The generations that are the same turn of their steps."""
-
-    number: int = 0
-    """Of its next generation."""
-    before: _Generation | None = None
-    plain: _Generation | None = None
-    """One without drafts, and what came before it is comparable."""
+    is_plain: bool
+    """Whether it had no drafts."""
 
 
 class Comparison:
@@ -60,32 +50,29 @@ class Comparison:
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self._turns: defaultdict[int, _Turn] = defaultdict(_Turn)
+        self._num_seen: Counter[int] = Counter()  # generations, by turn
+        self._last: defaultdict[int, deque[_Generation]] = defaultdict(lambda: deque(maxlen=3))  # by turn
         self._logs: list[float] = []
 
     def is_plain(self, turn: int = 0) -> bool:
         """Whether the next generation that is this turn of its step shall have no drafts."""
-        return self._turns[turn].number % self.every == self.every - 1
+        return self._num_seen[turn] % self.every == self.every - 1
 
     def observe(self, num_requests: int, num_tokens: int, seconds: float, turn: int = 0) -> None:
         """A generation has ended, which was this turn of its step."""
-        was_plain, of_turn = self.is_plain(turn), self._turns[turn]
-        of_turn.number += 1
+        was_plain, last = self.is_plain(turn), self._last[turn]
+        self._num_seen[turn] += 1
         if not num_tokens:
-            of_turn.before = of_turn.plain = None
+            last.clear()
             return
-        now, before, plain = _Generation(num_requests, math.log(seconds / num_tokens)), of_turn.before, of_turn.plain
-        if was_plain:
-            of_turn.plain = now if before is not None and before.num_requests == num_requests else None
-            return
-        if plain is not None and before is not None and plain.num_requests == num_requests:
-            self._logs.append(plain.log_seconds - (before.log_seconds + now.log_seconds) / 2)
-        of_turn.before, of_turn.plain = now, None
+        last.append(_Generation(num_requests, math.log(seconds / num_tokens), was_plain))
+        if len(last) == 3 and last[1].is_plain and len({generation.num_requests for generation in last}) == 1:
+            before, plain, after = (generation.log_seconds for generation in last)
+            self._logs.append(plain - (before + after) / 2)
 
     def forget(self) -> None:
         """What comes next is not compared with what was before."""
-        for of_turn in self._turns.values():
-            of_turn.before = of_turn.plain = None
+        self._last.clear()
 
     def measured(self) -> Measured | None:
         """None before the first comparison."""

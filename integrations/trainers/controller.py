@@ -36,7 +36,6 @@ from rollout_spec.stats import SpeculationStats
 logger = logging.getLogger(__name__)
 
 RATES = "tokens_per_step", "mean_acceptance_length", "acceptance_rate", "draft_tokens", "accepted_tokens"
-MEASURED = "measured_speedup", "measured_speedup_low", "measured_speedup_high", "measured_generations"
 
 
 class EngineController:
@@ -83,7 +82,6 @@ class EngineController:
         if compare_every is not None and not config.speculation:
             raise ValueError("compare_every compares with drafts, and speculation is False: leave it out")
         self._comparison = None if compare_every is None else Comparison(compare_every)
-        self._is_comparing = True
         self.config = config
         self.llm: Any = None
         self.model: Any = None
@@ -218,7 +216,7 @@ class EngineController:
 
     def _timed(self, run: Callable[[], Any]) -> Any:
         """Generate, without drafts where that is to be compared, and count."""
-        comparison = None if self.is_evaluating() or not self._is_comparing else self._comparison
+        comparison = None if self.is_evaluating() else self._comparison
         if comparison is not None and not self._enabled:
             comparison.forget()
             comparison = None
@@ -247,7 +245,7 @@ class EngineController:
             self._command("set_enabled", True)
         except Exception as error:
             logger.warning("the engine does not draft any more, so nothing more is compared: %s", error)
-            self._is_comparing = False
+            self._enabled = False
 
     def measured(self) -> Measured | None:
         """What drafts gain by `compare_every`; None before it is known."""
@@ -313,8 +311,7 @@ class EngineController:
         self._last_stats, self._num_tokens, self._seconds = now, 0, 0.0
         measured = self.measured()
         if measured is not None:
-            values = dict(zip(MEASURED, measured, strict=True))
-            metrics |= {name: value for name, value in values.items() if value is not None}
+            metrics |= {f"measured_{name}": value for name, value in measured._asdict().items() if value is not None}
         return as_metrics(stats, (*RATES, "device_share", "draft_seconds", "drafter_errors"), metrics)
 
 

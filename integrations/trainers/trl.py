@@ -63,11 +63,9 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
         self._keeps_history_beside_checkpoints = options.get("history_dir") is True
         if self._keeps_history_beside_checkpoints:  # the folder is not known before `on_init_end`
             options = {**options, "history_dir": HISTORY_NAME}
-        config = RolloutSpecConfig.from_dict(options, also_known=("llm_kwargs", "logprob_tolerance", "compare_every"))
-        super().__init__(
-            config, llm_kwargs=llm_kwargs, logprob_tolerance=logprob_tolerance, compare_every=compare_every
-        )
-        self._is_for_engine = bool(options or llm_kwargs or compare_every or logprob_tolerance is not None)
+        own: Any = {"llm_kwargs": llm_kwargs, "logprob_tolerance": logprob_tolerance, "compare_every": compare_every}
+        super().__init__(RolloutSpecConfig.from_dict(options, also_known=tuple(own)), **own)
+        self._is_for_engine = bool(options) or any(value is not None for value in own.values())
         self._is_summarised = False  # the training, in the log
         self._first_step = 0  # of the training: a resumed one goes on from its checkpoint
         self._server_url: str | None = None

@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stats = commands.add_parser("stats", help="how much a history holds")
     prune = commands.add_parser("prune", help="remove rollouts, the oldest first")
     prune.add_argument("--max-bytes", required=True, type=_num_bytes, metavar="SIZE", help="what may stay, such as 2GB")
-    prune.add_argument("--keep-versions", type=_gone, help=argparse.SUPPRESS)
     for command in (stats, prune):
         command.add_argument("dir", metavar="DIR", help="folder of the history, or a URL")
 
@@ -46,10 +45,6 @@ def _step(text: str) -> int:
     if not re.fullmatch(r"\d{1,10}", text) or int(text) >= 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} is no integer in [0, 2^31)")
     return int(text)
-
-
-def _gone(_: str) -> None:
-    raise argparse.ArgumentTypeError("is gone, as files are ordered by time: use --max-bytes")
 
 
 def _num_bytes(text: str) -> int:

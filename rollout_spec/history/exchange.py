@@ -59,7 +59,6 @@ class FolderThread:
         self._groups: dict[tuple[int, int], _Group] = {}  # to be written, by problem and order, oldest first
         self._num_unwritten_tokens = 0
         self._num_lost = 0
-        self._seconds = 0.0
         self._next_write = 0.0
         self._warned_of: set[object] = set()
         self._lock = threading.Lock()
@@ -116,9 +115,8 @@ class FolderThread:
         return some
 
     def stats(self) -> dict[str, float]:
-        """`FolderStats`, rollouts that wait to be written and that were lost, and seconds that the thread was busy."""
-        more = {"rollouts_waiting": self._num_unwritten(), "rollouts_lost": self._num_lost, "seconds": self._seconds}
-        return {**asdict(self.folder.stats), **more}
+        """`FolderStats`, and rollouts that wait to be written and that were lost."""
+        return {**asdict(self.folder.stats), "rollouts_waiting": self._num_unwritten(), "rollouts_lost": self._num_lost}
 
     def close(self) -> None:
         """Write what is left, and stop. Waits SECONDS_TO_CLOSE at most for the thread, which writes it.
@@ -157,7 +155,6 @@ class FolderThread:
 
     def _do(self, work: Callable[[], None]) -> None:
         """Do what must end neither the run nor the thread. What goes wrong is said once for each kind."""
-        started = time.monotonic()
         try:
             work()
         except Exception as error:
@@ -171,7 +168,6 @@ class FolderThread:
                     str(error) or repr(error),
                     exc_info=None if isinstance(error, OSError) else error,
                 )
-        self._seconds += time.monotonic() - started
 
     def _write(self) -> None:
         now = time.monotonic()

@@ -170,9 +170,7 @@ class FolderStats:
     """What went through a folder, in this process."""
 
     rollouts_written: int = 0
-    bytes_written: int = 0
     rollouts_read: int = 0
-    bytes_read: int = 0
     files_refused: int = 0
     """Those that were damaged or of another tokenizer."""
 
@@ -247,7 +245,6 @@ class HistoryFolder:
         self._put(path, data)
         self._seen[problem_id].add(hash(path))
         self.stats.rollouts_written += len(rollouts)
-        self.stats.bytes_written += len(data)
         return Found(order, problem_id, path, len(data))
 
     def prune_by_chance(self, num_bytes: int) -> None:
@@ -314,7 +311,6 @@ class HistoryFolder:
         """A file's. Raises as `decode`, and FileNotFoundError where it is gone."""
         with _raising_os_errors():
             data = self._fs.cat_file(file.path)
-        self.stats.bytes_read += len(data)
         return decode(data, file.problem_id, file.order, self.origin)
 
     def prune(self, max_bytes: int) -> list[Found]:

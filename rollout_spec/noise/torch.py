@@ -1,4 +1,4 @@
-"""The noise of `host.py` as torch tensors, on any device: its hash, which runs on int64 tensors as on NumPy's arrays."""
+"""The noise of `host.py` as torch tensors, on any device: its hash runs on int64 tensors as on NumPy's arrays."""
 
 from __future__ import annotations
 

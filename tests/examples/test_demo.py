@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -78,22 +77,3 @@ def test_it_runs_beside_another_training(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["rollouts_identical"] == report["rollouts_total"] == 32
-
-
-@pytest.mark.parametrize(
-    ("way", "slower", "ways", "warns"),
-    [
-        ("on", 1, ("stock", "on"), False),
-        ("on", 3, ("stock", "on"), True),
-        ("stock", 3, ("stock", "on"), True),
-        ("off", 3, ("stock", "on"), False),  # is not shown
-    ],
-)
-def test_a_run_whose_times_scatter_says_so(capsys, way, slower, ways, warns):
-    """A recorded run, with one step that took longer."""
-    report = pytest.importorskip("examples.demo.report")
-    recorded = json.loads((ROOT / "experiments/results/demo_cpu.json").read_text())
-    recorded["steps"][5]["seconds"][way] *= slower
-    generator = SimpleNamespace(records=recorded["steps"], stats=lambda: recorded, seeds=())
-    report.print_summary(report.make_report(generator, 1.0), ways)
-    assert ("the times scatter" in capsys.readouterr().out) == warns

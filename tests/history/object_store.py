@@ -1,4 +1,4 @@
-"""An S3-compatible server on this machine: it counts requests by kind, and can be slow, refuse and go away."""
+"""An S3-compatible server on this machine: it counts requests by kind, and can refuse and go away."""
 
 from __future__ import annotations
 
@@ -31,13 +31,11 @@ class ObjectStore:
 
     Attributes:
         requests: Kind and path of each, as they came; the path of a LIST is its prefix.
-        seconds_per_answer: Each request waits for so long.
         refusal: (status, code) of the answer to every request; None: they are answered.
     """
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, str]] = []
-        self.seconds_per_answer = 0.0
         self.refusal: tuple[int, str] | None = None
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -87,7 +85,6 @@ class _Handler(BaseHTTPRequestHandler):
         store, kind_and_path = self.store, _kind_of(self.command, self.path)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         store.requests.append(kind_and_path)
-        time.sleep(store.seconds_per_answer)
         if store.refusal is not None:
             status, code = store.refusal
             headers, data = [("Content-Type", "application/xml")], _ERROR.format(code=code).encode()

@@ -136,7 +136,6 @@ def test_stats_and_prune(history, tmp_path):
         (["stats", "HERE/nothing"], "there is no history here"),
         (["prune", "HERE/nothing"], "the following arguments are required: --max-bytes"),
         (["prune", "HERE", "--max-bytes", "7 apples"], "'7 apples' is no size, such as 500MB or 2GB"),
-        (["prune", "HERE", "--keep-versions", "2"], "--keep-versions: is gone, as files are ordered by time: use"),
         (["import", "HERE/none", "--into", "HERE/h", "--tokenizer", "x"], "No such file"),
         (["import", "HERE/empty", "--into", "HERE/h", "--tokenizer", "x"], "nothing was imported"),
         (["import", "HERE/empty", "--into", "HERE/h"], "--tokenizer"),

@@ -49,7 +49,7 @@ def store(server, monkeypatch):
     files.mkdir("bucket")
     server.requests.clear()
     yield server
-    server.refusal, server.seconds_per_answer = None, 0.0
+    server.refusal = None
 
 
 def open_again(url=URL, **options):

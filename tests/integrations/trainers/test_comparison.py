@@ -1,4 +1,4 @@
-"""`compare_every`: which generations are compared with which, and what is said of it. See also test_controller.py."""
+"""`compare_every`: which generations are compared with which, See also test_controller.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from rollout_spec.integrations.trainers.comparison import Comparison, Measured
-from rollout_spec.report import summary
+from rollout_spec.integrations.trainers.comparison import Comparison
 
 
 def compare(comparison, generations):
@@ -60,21 +59,3 @@ def test_the_interval_has_the_true_value_in_nine_of_ten_runs(every):
         assert measured.generations == 6
         right += measured.low <= 1.7 <= measured.high
     assert 0.86 < right / runs < 0.94
-
-
-@pytest.mark.parametrize(
-    ("every", "measured", "begins", "ends"),
-    [
-        (3, (3.52, None, None, 4), "3.52 times as fast with drafts as without, by 4 comparisons; ", ""),
-        (3, (1.9, 1.8, 2.0, 7), "1.90 times as fast (1.80 to 2.00) with drafts as without, by 7 comparisons; ", ""),
-        (3, None, "", "; what that saves is not known yet"),
-        (None, None, "", "; RolloutSpecGenerator(compare_every=…) measures what that saves"),
-    ],
-)
-def test_the_doctor_leads_with_what_was_measured(every, measured, begins, ends):
-    """Without it a trainer's report says how to, until it is known; a server cannot."""
-    stats = {"tokens_per_step": 2.0, "draft_tokens": 10, "acceptance_rate": 0.5, "drafter_errors": 0}
-    said = "2.00 tokens per request and step, 50.0% of 10 drafted tokens accepted"
-    of_trainer = {"measured": Measured(*measured)._asdict() if measured else None, "compare_every": every}
-    assert summary({"stats": stats, **of_trainer}) == begins + said + ends
-    assert summary({"stats": stats}) == said

@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("torch")
 
 from rollout_spec import RolloutSpecConfig, engine_kwargs
-from rollout_spec.integrations.trainers import logprob_check
 from rollout_spec.integrations.trainers.controller import EngineController
 from rollout_spec.stats import SpeculationStats
 
@@ -97,19 +96,6 @@ def test_scores_that_the_trainer_did_not_ask_for_are_taken_away():
     assert all(output.outputs[0].logprobs is None for output in first)
     assert all(output.outputs[0].cumulative_logprob is None for output in first)
     assert all(output.outputs[0].logprobs is not None for output in second)
-
-
-def test_a_rank_without_prompts_runs_the_model_as_often_as_the_others(monkeypatch):
-    """Under FSDP and ZeRO-3 the others would wait for it in their comparison of log-probabilities."""
-    passes = []
-    monkeypatch.setattr(logprob_check, "_num_ranks", lambda: 2)
-    monkeypatch.setattr(logprob_check, "_last_logits", lambda *args: passes.append(args))
-    controller, llm = EngineController(RolloutSpecConfig()), Engine()
-    controller.begin_run(seed=3, model=object())
-    controller.attach(llm)
-    for _ in range(2):
-        assert llm.generate([]) == []
-    assert len(passes) == logprob_check.NUM_CHECKED_ROLLOUTS
 
 
 def test_seeds_are_unique_and_repeatable():

@@ -17,7 +17,6 @@ from vllm import SamplingParams
 from rollout_spec.integrations.trainers.logprob_check import (
     NUM_CHECKED_ROLLOUTS,
     NUM_CHECKED_TOKENS,
-    ask_for_logprobs,
     compare,
     logprob_errors,
 )
@@ -128,9 +127,3 @@ def test_all_ranks_run_the_model_as_often(reference_model, monkeypatch, num_rank
 def test_infinite_tolerance_skips_the_check(caplog):
     assert math.isnan(compared(None, [an_output(-50.0)], tolerance=math.inf)[0])
     assert not caplog.text
-
-
-def test_rollouts_that_the_trainer_wants_no_scores_of():
-    params = [SamplingParams(logprobs=1 if i == 2 else None) for i in range(NUM_CHECKED_ROLLOUTS + 2)]
-    assert ask_for_logprobs(params) == [i for i in range(NUM_CHECKED_ROLLOUTS) if i != 2]
-    assert [p.logprobs for p in params] == [0, 0, 1, *[0] * (NUM_CHECKED_ROLLOUTS - 3), None, None]

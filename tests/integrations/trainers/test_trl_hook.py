@@ -53,32 +53,6 @@ def test_grpo_with_speculation(tiny_model, tmp_path, monkeypatch):
     session_of(generator.llm).drafter.check_integrity()
 
 
-def test_what_drafts_gain_is_measured_and_changes_nothing(tiny_model, tmp_path):
-    """Every third generation has no drafts: the same rollouts, with which the policy trains and history grows."""
-    rollouts = []
-    for options in ({"compare_every": 3}, {}):
-        generator = RolloutSpecGenerator(llm_kwargs=FP32, num_speculative_tokens=4, budget=False, **options)
-        trainer = make_trainer(tiny_model, tmp_path, [generator], max_steps=8)
-        said, generate = [], generator.generate
-
-        def generate_and_note(*args, said=said, generate=generate, **kwargs):
-            outputs = generate(*args, **kwargs)
-            said.append([list(completion.token_ids) for output in outputs for completion in output.outputs])
-            return outputs
-
-        generator.generate = generate_and_note
-        trainer.train()
-        rollouts.append(said)
-        logs = [entry for entry in trainer.state.log_history if "rollout_spec/tokens" in entry]
-        is_drafted = [entry["rollout_spec/draft_tokens"] > 0 for entry in logs[1:]]
-        assert is_drafted == [True, False, True, True, False, True, True] if options else all(is_drafted)
-        history = generator.llm.collective_rpc("rollout_spec", args=("history",))[0]
-        assert history["rollouts"] == 8 * 8 - 1, "the last one's end is still unknown"
-    assert rollouts[0] == rollouts[1]
-    report = read_report(tmp_path / "rollout_spec.json")
-    assert report["measured"] is report["compare_every"] is None
-
-
 def test_the_engine_as_a_rollout_function_uses_it(tiny_model, tmp_path):
     """Distinct seeds of the caller's own, no parameters at all, and chats."""
     generator = RolloutSpecGenerator(llm_kwargs=FP32, num_speculative_tokens=4)

@@ -279,7 +279,6 @@ def test_a_folder_that_cannot_be_used_costs_a_warning_and_not_the_run(tiny_model
     assert said == ["WARNING"], "reading and writing fail for the same reason"
     assert history_of(llm)["folder"]["rollouts_lost"] == 3
     assert history_of(llm)["rollouts"] == 3
-    assert np.isfinite(history_of(llm)["folder"]["seconds"])
 
 
 @pytest.mark.engine
