@@ -52,8 +52,10 @@ def compare(
             errors.append(logprob_errors(model, output, p, mode))
     if reasons:
         logger.warning("log-probabilities were not compared with the trainer's: %s", "; ".join(sorted(reasons)))
-    for _ in range(NUM_CHECKED_ROLLOUTS - len(errors) if model is not None and _num_ranks() > 1 else 0):
-        _last_logits(model, [0], 1)  # other ranks may have more to compare
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if model is not None and is_distributed and torch.distributed.get_world_size() > 1:
+        for _ in range(NUM_CHECKED_ROLLOUTS - len(errors)):
+            _last_logits(model, [0], 1)  # other ranks may have more to compare
     if not errors:
         return math.nan, math.nan
     error = torch.cat(errors)
@@ -66,11 +68,6 @@ def compare(
             "not synchronised, quantisation or another implementation of the model; or set logprob_tolerance"
         )
     return mean, largest
-
-
-def _num_ranks() -> int:
-    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if is_distributed else 1
 
 
 def _why_not_comparable(model: Any, prompt: Any, output: Any, params: Any, mode: str) -> str | None:

@@ -145,18 +145,12 @@ def _files_of(folder: HistoryFolder) -> set[str]:
     """Paths of the files in a folder. Raises ValueError where they are of another tokenizer."""
     from rollout_spec.history.folder import OtherOriginError
 
-    there, is_checked = set[str](), False
-    for file in folder.files():
-        there.add(file.path)
-        if not is_checked:
-            try:
-                folder.rollouts(file)
-                is_checked = True
-            except OtherOriginError as error:
-                raise ValueError(f"{folder.url} cannot take these rollouts: {file.path}: {error}") from error
-            except (OSError, ValueError):  # damaged, or gone: it says nothing
-                continue
-    return there
+    def refuse(path: str, error: Exception) -> None:  # one that is damaged says nothing
+        if isinstance(error, OtherOriginError):
+            raise ValueError(f"{folder.url} cannot take these rollouts: {path}: {error}") from error
+
+    next(folder.all_rollouts(refuse), None)
+    return {file.path for file in folder.files()}
 
 
 def _open(url: str) -> tuple[HistoryFolder, list[Found]]:

@@ -293,11 +293,11 @@ class HistoryFolder:
             except OSError as error:  # another user's, or on a server that has forgotten it
                 self._warn(f"{path} is left out", error)
 
-    def all_rollouts(self, on_bad: Callable[[str, str], object]) -> Iterator[Rollout]:
+    def all_rollouts(self, on_bad: Callable[[str, Exception], object]) -> Iterator[Rollout]:
         """Those of all files, oldest first.
 
         Args:
-            on_bad: Called with the path of each file that cannot be used, and the reason.
+            on_bad: Called with the path of each file that cannot be used, and the error.
         """
         for file in sorted(self.files()):
             try:
@@ -305,7 +305,7 @@ class HistoryFolder:
             except FileNotFoundError:  # pruned meanwhile
                 continue
             except (OSError, ValueError) as error:
-                on_bad(file.path, str(error))
+                on_bad(file.path, error)
 
     def rollouts(self, file: Found) -> list[Rollout]:
         """A file's. Raises as `decode`, and FileNotFoundError where it is gone."""

@@ -9,9 +9,7 @@ anyway.
 from __future__ import annotations
 
 import math
-import threading
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -242,7 +240,7 @@ def _verify(
     Args:
         all_logits, all_bits: float32 [N, V], or bfloat16 as uint16; the other is of length 0.
         is_raw: Whether log-probabilities are those of temperature 1.
-        scratch: Of `_scratch`.
+        scratch: uint32 [BLOCK], float32 [BLOCK], int32 [ceil(V / CHUNK)], float32 [TOP_TOKENS * CHUNK], float32 [V].
     """
     hashes, bounds, chunk_maxima, top_logits, widened = scratch
     for request in range(num_accepted.size):
@@ -277,19 +275,6 @@ def _verify(
             num_accepted[request] += is_accepted
 
 
-_of_thread = threading.local()
-
-
-def _scratch(vocab_size: int) -> tuple[NDArray[Any], ...]:
-    """What compiled loops work in: this thread's."""
-    kept: tuple[NDArray[Any], ...] | None = getattr(_of_thread, "scratch", None)
-    if kept is None or kept[-1].size != vocab_size:
-        sizes = (BLOCK, BLOCK, -(-vocab_size // CHUNK), TOP_TOKENS * CHUNK, vocab_size)
-        dtypes = (np.uint32, np.float32, np.int32, np.float32, np.float32)
-        kept = _of_thread.scratch = tuple(np.empty(size, kind) for size, kind in zip(sizes, dtypes, strict=True))
-    return kept
-
-
 def verify_rows(
     logits: Tensor,
     layout: Layout,
@@ -317,8 +302,11 @@ def verify_rows(
         num_broken_rows=np.zeros(num_requests, np.int32),
         features=np.zeros((num_kept, FEATURE_WORDS), np.int64),
     )
+    sizes = BLOCK, BLOCK, -(-vocab_size // CHUNK), TOP_TOKENS * CHUNK, vocab_size
+    kinds = np.uint32, np.float32, np.int32, np.float32, np.float32
+    scratch = tuple(np.empty(size, kind) for size, kind in zip(sizes, kinds, strict=True))
     inputs = all_logits, all_bits, *(field.numpy() for field in layout), logprobs_mode == "raw_logprobs"
-    _verify(*inputs, _keys(vocab_size), after_difference, _scratch(vocab_size), *fields)
+    _verify(*inputs, _keys(vocab_size), after_difference, scratch, *fields)
     result = VerifyResult(*map(torch.from_numpy, fields))
     if logprobs_mode is None:
         result = result._replace(logprobs=None, ranks=None)

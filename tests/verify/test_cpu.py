@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import torch
 from hypothesis import given, settings
@@ -71,19 +69,3 @@ def test_rows_of_several_blocks(size, kind, temperature, mode, dtype, seed):
     )
     drafts = rng.integers(0, size, 4).astype(np.int32)
     assert_agrees(verify_on_host, (logits, drafts, np.array([3, 4], np.int32), rows), "sample", mode, dtype)
-
-
-def test_threads_do_not_disturb_each_other():
-    """Compiled loops let go of the GIL."""
-    rng = np.random.default_rng(0)
-    logits = [torch.from_numpy(rng.standard_normal((8, 60_000), np.float32) * 4).bfloat16() for _ in range(4)]
-    zeros = torch.zeros(8, dtype=torch.int64)
-    rows = SamplingBatch(torch.ones(8), torch.arange(8), zeros)
-
-    def said(given):
-        return verify_on_host(given, zeros[:0], zeros, rows).output_token_ids.tolist()
-
-    expected = [said(given) for given in logits]
-    with ThreadPoolExecutor(4) as pool:
-        for _ in range(10):
-            assert list(pool.map(said, logits)) == expected

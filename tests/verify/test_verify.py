@@ -166,17 +166,7 @@ def test_rows_without_a_distribution_are_not_sampled(method, mode, run):
     result = run(logits, drafts, cu, rows, method=method, logprobs_mode=mode)
     assert result.num_broken_rows.tolist() == [1, 1, 0, 0]
     assert (result.output_token_ids[:, 1] == PLACEHOLDER_TOKEN_ID).tolist() == [True, True, True, False]
-
-
-@pytest.mark.parametrize("method", METHODS)
-@runs
-def test_an_invalid_bonus_row_is_not_an_accepted_draft(method, run):
-    logits = torch.full((2, 3), -torch.inf)
-    logits[0, 1] = 0.0
-    rows = SamplingBatch(torch.ones(1), torch.tensor([5]), torch.tensor([3]))
-    result = run(logits, torch.tensor([1]), torch.tensor([1]), rows, method=method)
-    assert result.output_token_ids.tolist() == [[1, PLACEHOLDER_TOKEN_ID]]
-    assert result.num_accepted.tolist() == [1]
+    assert result.num_accepted.tolist() == [1] * 4, "a bonus row without a token is no accepted draft"
 
 
 @pytest.mark.parametrize("draft", [PLACEHOLDER_TOKEN_ID, 4, 2**31 - 1, 2**31 + 2, 2**32 + 2, 2 - 2**32])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,27 +27,19 @@ pytestmark = pytest.mark.engine
 OPTIONS = {"budget": False, **every_draft(4)}
 
 
-@contextmanager
-def answering(answer):
-    """The URL of a server that answers each request by a status and a text, as `answer()` says."""
+@pytest.fixture
+def answers(monkeypatch):
+    """The pages that a server shows, one for each request and the last one again; an exception: it does not answer."""
+    pages = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            status, text = answer()
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(text.encode())
+    def get(url, timeout):
+        page = pages.pop(0) if len(pages) > 1 else pages[0]
+        if isinstance(page, Exception):
+            raise page
+        return SimpleNamespace(text=page)
 
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    monkeypatch.setattr("rollout_spec.integrations.trainers.server.requests.get", get)
+    return pages
 
 
 def load(server, path, named_parameters):
@@ -100,13 +90,11 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",pos
 """
 
 
-@pytest.mark.parametrize("page", [(404, "{}"), (200, 'vllm:generation_tokens_total{engine="0"} 1.0\n')])
-def test_a_server_without_speculation(page):
-    with (
-        answering(lambda: page) as url,
-        pytest.raises(RuntimeError, match="does not speculate.*ROLLOUT_SPEC='{}' vllm serve"),
-    ):
-        ServerCounters(url, 10)
+@pytest.mark.parametrize("page", ["{}", 'vllm:generation_tokens_total{engine="0"} 1.0\n'])
+def test_a_server_without_speculation(answers, page):
+    answers.append(page)
+    with pytest.raises(RuntimeError, match="does not speculate.*ROLLOUT_SPEC='{}' vllm serve"):
+        ServerCounters("http://there", 10)
 
 
 def test_no_server():
@@ -114,28 +102,25 @@ def test_no_server():
         ServerCounters(f"http://127.0.0.1:{free_port()}", 0)
 
 
-def test_metrics_are_new_counts_and_a_server_that_goes_away_costs_one_warning(caplog):
+def test_metrics_are_new_counts_and_a_server_that_goes_away_costs_one_warning(answers, caplog):
     """TRL's own requests decide whether the run goes on."""
-    counts, page = [100, 10, 20, 10], []
-    with answering(lambda: (200, page[0] if page else COUNTERS % tuple(counts))) as url:
-        counters = ServerCounters(url, 10)
-        assert counters.take_metrics() == {}, "nothing was generated"
-        counts[:] = 400, 60, 220, 160
-        assert counters.take_metrics() == {
-            "rollout_spec/tokens": 300,
-            "rollout_spec/tokens_per_step": 2,
-            "rollout_spec/mean_acceptance_length": 4,
-            "rollout_spec/acceptance_rate": 0.75,
-            "rollout_spec/draft_tokens": 200,
-            "rollout_spec/accepted_tokens": 150,
-        }
-        assert counters.take_metrics() == {}
-        counts[:] = 5, 1, 2, 1
-        assert counters.take_metrics() == {}, "it has started anew"
-        counts[:] = 305, 51, 202, 151
-        assert counters.take_metrics()["rollout_spec/tokens"] == 300
-        page[:] = ['vllm:generation_tokens_total{engine="0"} 999.0\n']
-        assert counters.take_metrics() == {}, "now without speculation"
+    counts = (100, 10, 20, 10), (100, 10, 20, 10), (400, 60, 220, 160), (400, 60, 220, 160), (5, 1, 2, 1)
+    answers += [COUNTERS % numbers for numbers in (*counts, (305, 51, 202, 151))]
+    answers += ['vllm:generation_tokens_total{engine="0"} 999.0\n', ConnectionError("gone")]
+    counters = ServerCounters("http://there", 10)
+    assert counters.take_metrics() == {}, "nothing was generated"
+    assert counters.take_metrics() == {
+        "rollout_spec/tokens": 300,
+        "rollout_spec/tokens_per_step": 2,
+        "rollout_spec/mean_acceptance_length": 4,
+        "rollout_spec/acceptance_rate": 0.75,
+        "rollout_spec/draft_tokens": 200,
+        "rollout_spec/accepted_tokens": 150,
+    }
+    assert counters.take_metrics() == {}
+    assert counters.take_metrics() == {}, "it has started anew"
+    assert counters.take_metrics()["rollout_spec/tokens"] == 300
+    assert counters.take_metrics() == {}, "now without speculation"
     for _ in range(2):
         assert counters.take_metrics() == {}
     assert caplog.text.count("the vLLM server does not answer") == 1
