@@ -46,8 +46,6 @@ REGISTRY: dict[str, Entry] = {
 }
 DRAFTERS = tuple(name for name, entry in REGISTRY.items() if not entry.on_device)
 """The built-in drafters on the host."""
-REMOVED_OPTIONS = {"num_threads": "the drafter on the host runs in one thread: leave it out"}
-"""Options of 0.3.0 that are gone, and what to do; their errors can go with 0.5.0."""
 
 
 def runs_on_device(name: str) -> bool:
@@ -143,8 +141,5 @@ def _check_names(name: str, factory: Any, arguments: Mapping[str, Any]) -> None:
         signature.bind(**arguments)
     except TypeError as error:
         unknown = [option for option in arguments if option not in signature.parameters]
-        removed = [f"{option!r} is gone, {REMOVED_OPTIONS[option]}" for option in unknown if option in REMOVED_OPTIONS]
-        if removed:
-            raise ValueError(f"drafter {name!r}: {'; '.join(removed)}") from error
         hint = checks.did_you_mean(unknown[0], signature.parameters) if unknown else ""
         raise ValueError(f"drafter {name!r} does not take these drafter_options: {error}{hint}") from error

@@ -20,7 +20,7 @@ import numpy as np
 
 from rollout_spec.drafters.base import Drafter, Tokens
 from rollout_spec.estimate.costs import UNIT_COST
-from rollout_spec.estimate.phases import RecordedRollout, simulate
+from rollout_spec.estimate.phases import Engine, RecordedRollout, simulate
 from rollout_spec.types import Draft, Int32Array
 
 
@@ -114,7 +114,7 @@ def make_rollouts(seed: int = 0) -> list[RecordedRollout]:
 
 def main() -> None:
     drafter: Drafter = RepeatDrafter()
-    steps = list(simulate(make_rollouts(), drafter, lambda _: 8, UNIT_COST, num_speculative_tokens=8, batch=12))
+    steps = list(simulate(make_rollouts(), drafter, Engine(UNIT_COST, k=8), batch=12))
     accepted = sum(step.num_accepted for step in steps) / sum(step.num_requests for step in steps)
     print(f"{1 + accepted:.2f} tokens per step")
 

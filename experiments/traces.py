@@ -3,8 +3,8 @@
 A row's columns are
 
 - `prompt_id`, `sample_id`, `prompt_tokens`, `completion_tokens`, and where they are known `epoch`, the policy's
-  version; `gen_runs`, see `RecordedRollout.runs`; `seed`: token j's noise is
-  `gumbel(seed, len(prompt_tokens) - 1 + j, id)`;
+  version; `gen_runs`, the lengths of runs of tokens, alternately sampled and given by an environment; `seed`: token j's
+  noise is `gumbel(seed, len(prompt_tokens) - 1 + j, id)`;
 - together or not at all, `top_ids` and `top_logprobs`: for each token of the completion the most probable ones,
   TOP_TOKENS or more, best first; `signatures`: its 8 * SIGNATURE_WORDS bytes (see `rollout_spec.features`).
 """
@@ -12,6 +12,7 @@ A row's columns are
 from __future__ import annotations
 
 import hashlib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +28,35 @@ from rollout_spec.types import Int32Array
 
 
 def read_traces(path: str | Path) -> list[RecordedRollout]:
-    """Read such a file: by problem in the order of their first rows, then by epoch and sample."""
+    """Read such a file: by problem in the order of their first rows, then by epoch and sample.
+
+    What was sampled after an environment's answer is a rollout of its own, as it is a request of its own to an engine.
+    """
     table = parquet.read_table(path)
     table.validate(full=True)
     size, names = table.num_rows, table.column_names
     prompt_ids, sample_ids = table["prompt_id"].cast(arrow.string()).to_pylist(), table["sample_id"].to_pylist()
     epochs = table["epoch"].to_pylist() if "epoch" in names else [0] * size
     seeds = table["seed"].to_pylist() if "seed" in names else [None] * size
-    runs = [tuple(row or ()) for row in table["gen_runs"].to_pylist()] if "gen_runs" in names else [()] * size
+    runs = table["gen_runs"].to_pylist() if "gen_runs" in names else [()] * size
     prompts, completions = (_lists(table, name, arrow.int32()) for name in ("prompt_tokens", "completion_tokens"))
     features: list[Features | None] = [None] * size
     if "signatures" in names:
         ids, logprobs = _lists(table, "top_ids", arrow.int32()), _lists(table, "top_logprobs", arrow.float64())
-        seen = zip(completions, runs, table["signatures"].to_pylist(), ids, logprobs, strict=True)
+        seen = zip(completions, table["signatures"].to_pylist(), ids, logprobs, strict=True)
         features = [_features(*row) for row in seen]
     problems: dict[str, list[int]] = {}
     for row, prompt_id in enumerate(prompt_ids):
         problems.setdefault(prompt_id, []).append(row)
-    return [
-        RecordedRollout(_number(prompt_id), prompts[i], completions[i], epochs[i], runs[i], seeds[i], features[i])
-        for prompt_id, rows in problems.items()
-        for i in sorted(rows, key=lambda i: (epochs[i], sample_ids[i]))
-    ]
+    rollouts = []
+    for prompt_id, rows in problems.items():
+        for i in sorted(rows, key=lambda i: (epochs[i], sample_ids[i])):
+            ends = [0, *np.cumsum(runs[i] or (completions[i].size,)).tolist()]
+            for start, end in list(pairwise(ends))[::2]:
+                prompt, seen = np.concatenate([prompts[i], completions[i][:start]]), features[i]
+                tokens, seen = completions[i][start:end], None if seen is None else seen[start:end]
+                rollouts.append(RecordedRollout(_number(prompt_id), prompt, tokens, epochs[i], seeds[i], seen))
+    return rollouts
 
 
 def _number(prompt_id: str) -> int:
@@ -63,15 +71,10 @@ def _lists(table: Any, name: str, kind: Any) -> list[NDArray[Any]]:
     return np.split(flat.to_numpy(zero_copy_only=False), np.cumsum(lengths.to_numpy())[:-1])
 
 
-def _features(
-    tokens: Int32Array, runs: tuple[int, ...], signatures: bytes, ids: Int32Array, logprobs: NDArray[np.float64]
-) -> Features:
+def _features(tokens: Int32Array, signatures: bytes, ids: Int32Array, logprobs: NDArray[np.float64]) -> Features:
     shape = tokens.size, max(ids.size // max(tokens.size, 1), TOP_TOKENS)
-    packed = pack(
+    return pack(
         np.frombuffer(signatures, np.uint64).reshape(tokens.size, SIGNATURE_WORDS),
         ids.reshape(shape)[:, :TOP_TOKENS],
         logprobs.reshape(shape)[:, :TOP_TOKENS],
     )
-    is_given = np.repeat(np.arange(max(len(runs), 1)) % 2, runs or tokens.size)
-    packed[is_given == 1] = 0  # an engine has none of given tokens
-    return packed

@@ -1,9 +1,8 @@
-"""How many tokens of each draft are worth verifying in this step.
+"""How many tokens of each draft on the host are worth verifying: the rule of `schedule.py`, by times of the steps.
 
-`allocate` takes the draft tokens whose expected gain exceeds their cost. The gain of one is its confidence, the
-drafter's estimate that it is reached and accepted, times what an accepted token saves: a request's share of a step
-without drafts. That maximises tokens per second. What a step costs by the tokens in it is measured on the steps
-themselves (`StepCost`).
+`allocate` takes the draft tokens whose expected gain exceeds their cost. The gain of one is the probability that it is
+reached and accepted times what an accepted token saves, a request's share of a step without drafts. What a step takes
+by the tokens in it is measured on the steps themselves (`StepTimes`).
 
 Budgets change which tokens are verified, never which are sampled.
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,33 +23,25 @@ Ints = NDArray[np.int64]
 
 NUM_BINS = 1024
 """Draft tokens whose confidence differs by less than 1 / NUM_BINS are worth the same."""
-RECENT_STEPS = 5
-"""A size costs what the second fastest of its last RECENT_STEPS steps took, of fewer than four the fastest: other work
-makes steps longer, never shorter."""
-FRESH_STEPS = 512
-"""It costs no more than a larger size whose last step is less than FRESH_STEPS steps ago: contexts grow."""
-MIN_OBSERVATIONS = 3
-"""With fewer steps without drafts, what one costs is not known."""
-MAX_UNDRAFTED_TRUST = 128
-"""Most steps after which one without drafts is measured again."""
+RECENT_STEPS, FRESH_STEPS = 5, 512
+"""A size takes what the second fastest of its last RECENT_STEPS steps took, of fewer than four the fastest: other work
+makes steps longer, never shorter. It takes no longer than a larger size of the last FRESH_STEPS steps."""
 TRUST, ONCE, MOST_PATIENCE, LONGEST_TRUST = 12, 0.25, 4.0, 3072
-"""A cost that was measured n times, and is p > 1 times that of a step without drafts, is forgotten after
-TRUST ((n - 1 + ONCE) p)^2 steps, with p at most MOST_PATIENCE, and after LONGEST_TRUST at the latest. The size then
-counts as a step without drafts and is tried again: soon if its only step may have been held up, an expensive one ever
-less often."""
+"""A size that was measured n times, and takes p > 1 times as long as a step without drafts, is forgotten after
+TRUST ((n - 1 + ONCE) p)^2 steps, with p at most MOST_PATIENCE, and after LONGEST_TRUST at the latest. It then counts as
+a step without drafts and is tried again: soon if its only step may have been held up, an expensive one ever less
+often."""
+ENOUGH, LONGEST_UNDRAFTED = 3, 128
+"""Steps without drafts are measured until there are ENOUGH, and again after LONGEST_UNDRAFTED steps at the latest."""
 NEW_SIZE_COST, LARGEST_SIZE = 0.3, 8192
 """The first step of each number of tokens is charged this share of a step without drafts on top, as a CPU makes kernels
 for it; after FRESH_STEPS steps the charge falls. Numbers above LARGEST_SIZE count as one."""
 LONGEST_SLEEP = 32
 """Most steps in a row in which a drafter whose drafts do not pay is not asked."""
-RECENT_DRAFTS = 32
-"""Drafting is expected to take the lower decile of its last RECENT_DRAFTS calls."""
-AVERAGE_WEIGHT = 1 / 32
-"""Weight of the last step in averages."""
+RECENT_DRAFTS, AVERAGE_WEIGHT = 32, 1 / 32
+"""Drafting takes the lower decile of its last RECENT_DRAFTS calls. AVERAGE_WEIGHT: of the last step in averages."""
 JUDGED_STEPS, PRIOR_TOKENS = 256, 4.0
 """Compare confidence with what was accepted in about the last JUDGED_STEPS steps, and PRIOR_TOKENS that were right."""
-TOKENS, SECONDS, LAST, COUNT = range(4)
-"""Rows of what was measured of a size: its tokens and cost, the last step of it, and how many there were."""
 
 
 @njit(allocates=False)
@@ -81,8 +71,6 @@ def allocate(confidence: Floats, starts: Ints, value: float, cost: Floats, bins:
     best, last, left = 0.0, NUM_BINS, 0  # all tokens of better bins than `last` are taken, and `left` of its own
     total, n, most = 0.0, 0, cost.size - 1
     for index in range(NUM_BINS - 1, -1, -1):
-        if n >= most:
-            break
         size = int(bins[0, index])
         for i in range(min(size, most - n)):
             total += value * bins[1, index] / size
@@ -100,7 +88,22 @@ def allocate(confidence: Floats, starts: Ints, value: float, cost: Floats, bins:
     return best
 
 
-class StepCost:
+class _Size:
+    """Steps of about as many tokens. Attributes: what they take, the last one's number, and how many there were."""
+
+    def __init__(self) -> None:
+        self.tokens, self.seconds, self.last, self.count = 0, 0.0, 0, 0
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
+
+    def observe(self, tokens: int, seconds: float, now: int) -> None:
+        self._recent.append((tokens, seconds))
+        # By seconds per token, which can be compared between the numbers of tokens that share a size.
+        steps = sorted(self._recent, key=lambda step: step[1] / step[0])
+        self.tokens, self.seconds = steps[len(steps) // 4]
+        self.last, self.count = now, self.count + 1
+
+
+class StepTimes:
     """Seconds of an engine step by the tokens it computes, with and without drafts, from the steps themselves.
 
     Steps without drafts may be scheduled and run in other ways than those with, and have a curve of their own. Between
@@ -109,187 +112,101 @@ class StepCost:
     """
 
     def __init__(self) -> None:
-        self._now = 0
-        self._sizes: Any = None
+        self.now = 0
+        self._padded: list[int] | None = None
         self.pad_to(())
 
     def pad_to(self, sizes: tuple[int, ...]) -> None:
-        """Say to which sizes steps are padded, for example those of CUDA graphs: cost is constant between them.
-
-        Other sizes than before forget what was measured.
-
-        Args:
-            sizes: Empty: steps are not padded, as before the first call.
-        """
-        if self._sizes is not None and sorted(sizes) == self._sizes.tolist():
+        """Say to which sizes steps are padded, as by CUDA graphs. Other sizes than before forget what was measured."""
+        if self._padded == sorted(sizes):
             return
-        self._sizes = np.array(sorted(sizes), np.int64)
-        # The most tokens of each bucket: what steps are padded to, then quarters of octaves.
-        quarters = sorted({int(2 ** (n / 4)) for n in range(4 * 20)})
-        self._limits = [*self._sizes.tolist(), *(limit for limit in quarters if limit > max(sizes, default=0))]
-        self._measured = np.zeros((2, 4, len(self._limits)))  # without drafts, with; TOKENS, SECONDS, ...
-        self._recent = np.zeros((2, len(self._limits), RECENT_STEPS, 2))  # tokens, seconds
-        self._curve = np.empty((2, len(self._limits) + 1))  # scratch
+        self._padded = sorted(sizes)
+        quarters = sorted({int(2 ** (n / 4)) for n in range(4 * 20)})  # of octaves, above what is padded
+        self._limits = [*self._padded, *(limit for limit in quarters if limit > max(sizes, default=0))]
+        self._sizes: tuple[dict[int, _Size], ...] = {}, {}  # without drafts, with; by bucket
         self._is_new = np.ones(LARGEST_SIZE + 1, np.bool_)  # numbers of tokens that no step has had
 
     def observe(self, num_tokens: int, seconds: float, *, drafted: bool) -> None:
-        """Learn from one step. O(1).
-
-        Args:
-            num_tokens: All tokens that it computed.
-            seconds: What it took, without the drafter's work.
-            drafted: Whether any request had a draft.
-        """
-        self._now += 1
-        padded = self._pad(num_tokens)
-        measured, recent = self._measured[int(drafted)], self._recent[int(drafted)]
-        self._is_new[min(padded, LARGEST_SIZE)] = False
+        """Learn from one step of `num_tokens` in all. seconds: Without the drafter's work. O(1)."""
+        self.now += 1
         bucket = self._bucket(num_tokens)
-        count = int(measured[COUNT, bucket])
-        recent[bucket, count % RECENT_STEPS] = padded, seconds
-        # By seconds per token, which can be compared between the numbers of tokens that share a bucket.
-        steps = sorted(recent[bucket, : min(count + 1, RECENT_STEPS)].tolist(), key=lambda step: step[1] / step[0])
-        measured[:, bucket] = *steps[len(steps) // 4], self._now, count + 1
+        padded = self._pad(np.array([num_tokens]))[0]
+        self._is_new[min(padded, LARGEST_SIZE)] = False
+        self._sizes[drafted].setdefault(bucket, _Size()).observe(padded, seconds, self.now)
 
     def is_awaited(self, num_tokens: int, *, drafted: bool) -> bool:
-        """Whether the next decisions need to know what such a step took: it was measured rarely, or long ago. O(log).
-
-        Args:
-            num_tokens, drafted: As `observe` will be told.
-        """
+        """Whether the next decisions need to know what such a step took: it was measured rarely, or long ago."""
         if not drafted:
-            return self.undrafted(num_tokens)[1]
-        _, _, last, count = self._measured[1, :, self._bucket(num_tokens)]
-        return bool(self._now > last + count**2 or not count)
+            return self.wants_undrafted(num_tokens)
+        size = self._sizes[True].get(self._bucket(num_tokens))
+        return size is None or self.now > size.last + size.count**2
 
-    def undrafted(self, num_tokens: int) -> tuple[float, bool]:
-        """What a step without drafts costs. O(sizes).
+    def wants_undrafted(self, num_tokens: int) -> bool:
+        """Whether to measure steps of about this size without drafts now. O(sizes)."""
+        sizes, padded = self._sizes[False].values(), self._pad(np.array([num_tokens]))[0]
+        alike = [size for size in sizes if padded / 2 <= size.tokens <= 2 * padded]
+        count, last = sum(size.count for size in alike), max((size.last for size in alike), default=0)
+        return sum(s.count for s in sizes) < ENOUGH or self.now >= last + min(4 * count**2, LONGEST_UNDRAFTED)
+
+    def undrafted(self, num_tokens: int) -> float:
+        """Seconds of a step without drafts, of which some are known. O(sizes)."""
+        return max(float(_interpolate(self._pad(np.array([num_tokens])), *self._curve(False, 0, math.inf))[0]), 1e-9)
+
+    def drafted(self, num_tokens: int, most: int) -> tuple[Floats, float, bool]:
+        """What 0, 1, ... `most` draft tokens cost beside `num_tokens` others. O(sizes + most).
 
         Returns:
-            (seconds, 0 before the first such step; whether it is time to measure steps of about this size).
+            (seconds float64 [most + 1], those of a token, whether any cost of drafts is known).
         """
-        return _undrafted(self._measured, self._now, self._pad(num_tokens), self._curve)  # type: ignore[no-any-return]
+        base = self.undrafted(num_tokens)
+        tokens, seconds = self._curve(True, num_tokens, base)
+        tokens, seconds = np.append(num_tokens, tokens), np.maximum(np.append(base, seconds), base)
+        padded = self._pad(num_tokens + np.arange(most + 1))
+        cost = np.maximum(_interpolate(padded, tokens, seconds) - base, 0.0)
+        price = NEW_SIZE_COST * base * min(FRESH_STEPS / max(self.now, 1), 1.0)
+        cost += price * self._is_new[np.minimum(padded, LARGEST_SIZE)]
+        cost[0] = 0.0
+        return cost, _slope(tokens, seconds), tokens.size > 1
 
-    def drafted(self, num_requests: int, num_tokens: int, undrafted: float, cost: Floats) -> tuple[float, bool]:
-        """What draft tokens gain and cost: see `Budget.costs`. O(sizes + draft tokens).
+    def _curve(self, drafted: bool, above: int, base: float) -> tuple[Floats, Floats]:
+        """The sizes of more than `above` tokens, rising, and their seconds, which never fall.
 
         Args:
-            undrafted: What the step costs without drafts.
-            cost: float64 [>= 1], filled.
-
-        Returns:
-            (seconds that an accepted token saves, whether any cost of drafts is known).
+            base: Seconds of a step without drafts, which forgotten sizes count as; infinite: none is.
         """
-        return _price(  # type: ignore[no-any-return]
-            self._measured, self._now, self._sizes, self._is_new, num_requests, num_tokens, undrafted, self._curve, cost
-        )
+        curve, least = [], math.inf
+        for _, size in sorted(self._sizes[drafted].items(), reverse=True):
+            if size.tokens > above:
+                age = self.now - size.last
+                if age < FRESH_STEPS:  # a larger step that took less: the smaller ones were held up
+                    least = min(least, size.seconds)
+                seconds = min(size.seconds, least)
+                patience = (size.count - 1 + ONCE) * min(seconds / base, MOST_PATIENCE)
+                is_forgotten = seconds > base and age >= min(TRUST * patience**2, LONGEST_TRUST)
+                curve.append((size.tokens, base if is_forgotten else seconds))
+        tokens, seconds_of = np.array(curve[::-1], np.float64).reshape(-1, 2).T
+        return tokens, np.maximum.accumulate(seconds_of)
 
     def _bucket(self, num_tokens: int) -> int:
         return min(bisect_left(self._limits, num_tokens), len(self._limits) - 1)
 
-    def _pad(self, num_tokens: int) -> int:
-        """The size to which a step of `num_tokens` is padded."""
-        bucket = self._bucket(num_tokens)
-        return self._limits[bucket] if bucket < self._sizes.size else num_tokens
+    def _pad(self, num_tokens: Ints) -> Ints:
+        """The sizes to which steps are padded, int64 [N]."""
+        if not self._padded:
+            return num_tokens
+        index = np.searchsorted(self._padded, num_tokens)
+        return np.where(index < len(self._padded), np.append(self._padded, 0)[index], num_tokens)
 
 
-@njit(allocates=False)
-def _is_forgotten(seconds: float, count: float, age: float, base: float) -> bool:
-    """Whether a size's cost no longer counts, `age` steps after the last of `count` steps of that size; see TRUST.
-
-    Args:
-        base: Seconds of a step without drafts.
-    """
-    patience = (count - 1.0 + ONCE) * min(seconds / base, MOST_PATIENCE)
-    return seconds > base and age >= min(TRUST * patience**2, LONGEST_TRUST)
+def _slope(tokens: Floats, seconds: Floats) -> float:
+    """Seconds per token over a whole curve, 0 of a single size."""
+    return float((seconds[-1] - seconds[0]) / (tokens[-1] - tokens[0])) if tokens.size > 1 else 0.0
 
 
-@njit(allocates=False)
-def _draw(measured: Floats, now: int, above: int, n: int, base: float, curve: Floats) -> int:
-    """Add the sizes of more than `above` tokens to a curve of `n`. Sizes rise, costs never fall.
-
-    Args:
-        measured: float64 [4, buckets], of `StepCost`.
-        base: Seconds of a step without drafts, which sizes cost whose own cost is forgotten; infinite: none is.
-        curve: float64 [2, > buckets], filled with each size's tokens and seconds.
-
-    Returns:
-        The number of sizes.
-    """
-    end = n
-    for bucket in range(measured.shape[1]):
-        end += measured[COUNT, bucket] > 0.0 and measured[TOKENS, bucket] > above
-    least, at = math.inf, end
-    for bucket in range(measured.shape[1] - 1, -1, -1):
-        tokens, seconds = measured[TOKENS, bucket], measured[SECONDS, bucket]
-        last, count = measured[LAST, bucket], measured[COUNT, bucket]
-        if count > 0.0 and tokens > above:
-            at -= 1
-            if now - last < FRESH_STEPS:  # a larger step that took less: the smaller ones were held up
-                least = min(least, seconds)
-            seconds = min(seconds, least)
-            curve[0, at], curve[1, at] = tokens, base if _is_forgotten(seconds, count, now - last, base) else seconds
-    for i in range(max(n, 1), end):
-        curve[1, i] = max(curve[1, i], curve[1, i - 1])
-    return end
-
-
-@njit(allocates=False)
-def _interpolate(wanted: float, at: int, n: int, curve: Floats) -> float:
-    """Seconds of `wanted` tokens, if `at` of a curve's `n` sizes have less. Beyond them, by the average slope."""
-    first, last = (at - 1, at) if 0 < at < n else (0, n - 1)
-    near = max(at - 1, 0)
-    return curve[1, near] + _slope(first, last, curve) * (wanted - curve[0, near])
-
-
-@njit(allocates=False)
-def _slope(first: int, last: int, curve: Floats) -> float:
-    """Seconds per token, 0 from a size to itself."""
-    return (curve[1, last] - curve[1, first]) / (curve[0, last] - curve[0, first]) if first < last else 0.0
-
-
-@njit(allocates=False)
-def _undrafted(measured: Any, now: int, padded: int, curve: Floats) -> tuple[float, bool]:
-    """See `StepCost.undrafted`."""
-    total, count, last = 0.0, 0.0, 0.0
-    for bucket in range(measured.shape[2]):
-        total += measured[0, COUNT, bucket]
-        if padded / 2 <= measured[0, TOKENS, bucket] <= 2 * padded:
-            count += measured[0, COUNT, bucket]
-            last = max(last, measured[0, LAST, bucket])
-    is_due = total < MIN_OBSERVATIONS or now >= last + min(4 * count**2, MAX_UNDRAFTED_TRUST)
-    n = _draw(measured[0], now, 0, 0, math.inf, curve)
-    if n == 0:
-        return 0.0, is_due
-    at = 0
-    while at < n and curve[0, at] < padded:
-        at += 1
-    return max(_interpolate(padded, at, n, curve), 1e-9), is_due
-
-
-@njit(allocates=False)
-def _price(
-    measured: Any, now: int, sizes: Ints, is_new: Any, num_requests: int, num_tokens: int, undrafted: float,
-    curve: Floats, cost: Floats,
-) -> tuple[float, bool]:  # fmt: skip
-    """See `StepCost.drafted`."""
-    curve[0, 0], curve[1, 0] = num_tokens, undrafted
-    n = _draw(measured[1], now, num_tokens, 1, undrafted, curve)
-    new_size_cost = NEW_SIZE_COST * undrafted * min(FRESH_STEPS / max(now, 1), 1.0)
-    cost[0], at, size = 0.0, 0, 0
-    for i in range(1, cost.size):
-        padded = num_tokens + i
-        while size < sizes.size and sizes[size] < padded:
-            size += 1
-        if size < sizes.size:
-            padded = sizes[size]
-        while at < n and curve[0, at] < padded:
-            at += 1
-        cost[i] = max(_interpolate(padded, at, n, curve) - undrafted, 0.0)
-        cost[i] += is_new[min(padded, LARGEST_SIZE)] * new_size_cost
-    # Tokens of prompts are computed with or without drafts: what they cost, as far as is known, is not saved.
-    per_token = min(max(_slope(0, n - 1, curve), 0.0), undrafted / num_tokens)
-    return (undrafted - per_token * (num_tokens - num_requests)) / num_requests, n > 1
+def _interpolate(wanted: Ints, tokens: Floats, seconds: Floats) -> Floats:
+    """Seconds of `wanted` tokens. Beyond a curve's ends by its average slope."""
+    outside = np.minimum(wanted - tokens[0], 0.0) + np.maximum(wanted - tokens[-1], 0.0)
+    return np.interp(wanted, tokens, seconds) + _slope(tokens, seconds) * outside
 
 
 class Budget:
@@ -299,17 +216,16 @@ class Budget:
     `note` what that gains. Tell `observe_drafts` what became of them, and `observe_step` what the step took.
 
     Attributes:
-        cost: What steps cost.
+        times: What steps take.
     """
 
     def __init__(self) -> None:
-        self.cost = StepCost()
+        self.times = StepTimes()
         self._expected = self._accepted = 0.0  # sums over the last steps
         self._is_known = False  # whether any cost of drafts is
         self._drafting: deque[float] = deque(maxlen=RECENT_DRAFTS)  # seconds per request
         self._draft_seconds = 0.0  # their lower decile
         self._balance = 0.0  # what drafts gain in a step less what drafting takes, on average
-        self._undrafted = 0.0  # what the present step costs without drafts
         self._steps_to_skip = 0
         self._last_pause = 0
 
@@ -345,10 +261,10 @@ class Budget:
         """
         self._expected *= 1 - 1 / JUDGED_STEPS  # so that drafts that were wrong are tried again
         self._accepted *= 1 - 1 / JUDGED_STEPS
-        self.cost.observe(num_tokens, max(seconds - draft_seconds, 0.0), drafted=drafted)
+        self.times.observe(num_tokens, max(seconds - draft_seconds, 0.0), drafted=drafted)
         if num_asked:
             self._drafting.append(draft_seconds / num_asked)
-            if len(self._drafting) >= MIN_OBSERVATIONS:  # the first ones may compile something
+            if len(self._drafting) >= ENOUGH:  # the first ones may compile something
                 self._draft_seconds = sorted(self._drafting)[len(self._drafting) // 10]
 
     def wants_drafts(self, num_tokens: int) -> bool:
@@ -362,8 +278,7 @@ class Budget:
         if self._steps_to_skip > 0:
             self._steps_to_skip -= 1
             return False
-        self._undrafted, is_due = self.cost.undrafted(num_tokens)
-        return not is_due
+        return not self.times.wants_undrafted(num_tokens)
 
     def costs(self, num_requests: int, num_tokens: int, max_draft_tokens: int) -> tuple[float, Floats]:
         """What draft tokens gain and cost in a step for which `wants_drafts` said True. O(max_draft_tokens).
@@ -376,9 +291,11 @@ class Budget:
         Returns:
             `value` and `cost` of `allocate`.
         """
-        cost = np.empty(max_draft_tokens + 1)
-        value, self._is_known = self.cost.drafted(num_requests, num_tokens, self._undrafted, cost)
-        return value, cost
+        cost, per_token, self._is_known = self.times.drafted(num_tokens, max_draft_tokens)
+        undrafted = self.times.undrafted(num_tokens)
+        # Tokens of prompts are computed with or without drafts: what they cost, as far as is known, is not saved.
+        of_prompts = min(max(per_token, 0.0), undrafted / num_tokens) * (num_tokens - num_requests)
+        return (undrafted - of_prompts) / num_requests, cost
 
     def note(self, num_requests: int, gain: float) -> None:
         """Remember whether drafts paid, and pause where they do not: while no cost is known, if none were worth it.

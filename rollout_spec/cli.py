@@ -43,6 +43,10 @@ def _run(argv: Sequence[str] | None) -> int:
         "paths", nargs="+", metavar="PATH", help="a folder of history, or files that `history import` reads"
     )
     estimate.add_argument("--tokenizer", metavar="NAME_OR_PATH", help="the model's tokenizer; text needs it")
+    estimate.add_argument("--vllm", default="0.31", metavar="VERSION", help="its release (0.31, as all newer ones)")
+    estimate.add_argument(
+        "--drafter", choices=("device", "host"), default="device", help="where drafts are made (device)"
+    )
     estimate.add_argument("--gpu", choices=("h100", "h200", "a100"), help="which GPU it is")
     estimate.add_argument("--model", help="a size such as 7b, a config.json, or a name in the file of --step-times")
     estimate.add_argument("--step-times", type=Path, metavar="CSV", help="measured step times instead of estimates")

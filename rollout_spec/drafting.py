@@ -38,6 +38,7 @@ class Drafting:
         max_model_len: Most tokens of a request, prompt and output.
         vocab_size: Of the target; other tokens cannot be verified.
         max_step_tokens: Most tokens of a step, drafts included, which only a budget heeds.
+        index_late: Index tokens in the drafter's `update_index`, not in `learn`: drafts find them a step later.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Drafting:
         vocab_size: int,
         max_step_tokens: int = UNLIMITED,
         budget: Budget | None = None,
+        index_late: bool = False,
     ) -> None:
         self.drafter: BatchDrafter = as_batch_drafter(drafter, num_speculative_tokens)
         self.is_batched = self.drafter is drafter
@@ -57,11 +59,7 @@ class Drafting:
         self.num_asked, self.seconds = 0, 0.0
         self._num_speculative_tokens = num_speculative_tokens
         self._vocab_size, self._max_step_tokens = vocab_size, max_step_tokens
-        self._options = StepOptions(num_speculative_tokens, max_model_len, True)
-
-    def index_late(self) -> None:
-        """From now on index tokens in the drafter's `update_index`, not in `learn`: drafts find them a step later."""
-        self._options = self._options._replace(index_now=False)
+        self._options = StepOptions(num_speculative_tokens, max_model_len, not index_late)
 
     def learn(self, sampled: Sampled, targets: NDArray[np.int64] | None = None) -> Learned:
         """Learn what a step sampled; see `BatchDrafter.learn_step`.

@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.budget import Budget
 from rollout_spec.checks import shown_array
-from rollout_spec.drafters.base import Drafter, Tokens
+from rollout_spec.drafters.base import Drafter
 from rollout_spec.drafters.host.requests import UNLIMITED
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.drafting import Drafting
@@ -176,16 +176,6 @@ class Decoder:
                 num_asked=self.drafting.num_asked,
                 draft_seconds=draft_seconds,
             )
-
-    def extend(self, request: RequestState, token_ids: Tokens, features: Features | None = None) -> None:
-        """Append tokens to a live request that were not sampled in a step, such as an environment's answer."""
-        drafter = self.drafting.drafter
-        if features is not None and self._wants_features:
-            extend: Any = drafter.extend
-            extend(request.req_id, token_ids, features)
-        else:
-            drafter.extend(request.req_id, token_ids)
-        request.token_ids.extend(map(int, token_ids))
 
     def stop(self, request: RequestState, *, keep: bool = True) -> None:
         """End a live request. `keep`: as for `Drafter.stop_request`."""

@@ -1,4 +1,4 @@
-"""What a run's report says: on one page, where its time went and what to do about it."""
+"""What a run's report says: on one page, what speculation did and what to do about it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from rollout_spec.stats import REPORT_FORMAT
 
 REPORT_NAME = "rollout_spec.json"  # what a trainer's callback calls the report in its output folder
 ENOUGH_STEPS = 200  # fewer are too few to judge by
-LONG_DRAFTING = 0.15  # share of the time from which on drafting on the host is worth avoiding
 RARELY, OFTEN = 0.1, 0.5  # accepted shares: below the one drafts are too long, above the other too short
 
 
@@ -70,15 +69,15 @@ def explain(report: dict[str, Any]) -> str:
     pairs = zip_longest(stats["drafted_per_position"], stats["accepted_per_position"], fillvalue=0)
     positions = [(str(i), n, accepted) for i, (n, accepted) in enumerate(pairs, 1)]
     title = "Drafted tokens by where they came from, those that the target reached, verified or not"
-    parts = [head, _times(stats), _table(title, "source", "right", sources)]
+    parts = [head, _table(title, "source", "right", sources)]
     parts.append(_table("Verified tokens by position in the draft", "position", "accepted", positions))
-    parts.append(_history(report.get("history") or {}))
+    parts.append(_history(report["history"]))
     parts.append("\n  - ".join(["What to do", *(list(advice(report)) or ["Nothing: leave it as it is."])]))
     return "\n\n".join(filter(None, parts))
 
 
 def _history(history: dict[str, Any]) -> str:
-    """What there is to draft from, in a line, and one on the folder if there is one; nothing of an older report."""
+    """What there is to draft from, in a line, and one on the folder if there is one; nothing where none is kept."""
     if "rollouts" not in history:
         return ""
     said = f"History: {history['rollouts']:,} rollouts, {history['tokens']:,} tokens. "
@@ -87,22 +86,6 @@ def _history(history: dict[str, Any]) -> str:
         said += f"\nIts folder: {folder['rollouts_read']:,} rollouts read, {folder['rollouts_written']:,} written, "
         said += f"{folder['rollouts_lost']:,} lost; {folder['files_refused']:,} files refused"
     return said
-
-
-def _times(stats: dict[str, Any]) -> str:
-    """How long a step takes, and for whom it waits, in a line."""
-    if not stats["timed_steps"]:
-        return ""
-    milliseconds = 1e3 * stats["step_seconds"] / stats["timed_steps"]
-    line = f"A step takes {milliseconds:.1f} ms, of which the model and verification take "
-    line += f"{stats['device_seconds'] / stats['step_seconds']:.0%} and the host's other work the rest"
-    return line + (f", drafting {_share_of_drafting(stats):.0%}" if stats["draft_seconds"] else "")
-
-
-def _share_of_drafting(stats: dict[str, Any]) -> float:
-    """Of a step's time, what the host takes to draft."""
-    per_step = stats["step_seconds"] / (stats["timed_steps"] or 1)
-    return stats["draft_seconds"] / stats["steps"] / per_step if per_step else 0.0
 
 
 def _table(title: str, name: str, share: str, counts: list[tuple[str, int, int]]) -> str:
@@ -120,12 +103,12 @@ def advice(report: dict[str, Any]) -> Iterator[str]:
         yield "Look for the drafter's exception in the log. Drafting stays off until the engine is built again."
         return
     if not report["num_speculative_tokens"]:
-        yield "This engine does not speculate. Compare its ms per token with those of one that does."
+        yield "This engine does not speculate."
         return
     if stats["steps"] < ENOUGH_STEPS:
         yield f"Generate more: {stats['steps']} steps are too few to judge by, {ENOUGH_STEPS} are the least."
         return
-    history = report.get("history", {})
+    history = report["history"]
     requests, num_met = history.get("requests", 0), history.get("requests_with_history", 0)
     is_new = num_met < requests / 2
     if is_new:
@@ -138,9 +121,6 @@ def advice(report: dict[str, Any]) -> Iterator[str]:
     measured = report.get("measured")
     if measured is not None and measured["high"] is not None and measured["high"] < 1:
         yield f"Set speculation=False: generations were {measured['speedup']:.2f} times as fast with drafts."
-    drafting = _share_of_drafting(stats)
-    if drafting > LONG_DRAFTING and not report["device"].endswith("CPU"):
-        yield f'Try drafter="device", in the V2 runner: drafting on the host took {drafting:.1%} of the time.'
     yield from _about_length(report)
 
 

@@ -26,9 +26,6 @@ class SpeculationStats:
             stop string always does.
         drafter_errors: Exceptions that the drafter raised; the first one switches it off.
         draft_seconds: Time on the host for learning outcomes, drafting, and deciding how much is verified.
-        timed_steps: Steps of which the next two were measured, one in sixteen.
-        step_seconds: Time of these steps, scheduling included.
-        device_seconds: The device's part of it: the target's forward pass, with what prepares it, and verification.
         drafted_per_position, accepted_per_position: Verified and accepted tokens by position in the draft.
     """
 
@@ -40,9 +37,6 @@ class SpeculationStats:
     emitted_tokens: int = 0
     drafter_errors: int = 0
     draft_seconds: float = 0.0
-    timed_steps: int = 0
-    step_seconds: float = 0.0
-    device_seconds: float = 0.0
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
 
@@ -60,11 +54,6 @@ class SpeculationStats:
     def tokens_per_step(self) -> float:
         """Emitted tokens per request-step, steps without a draft included."""
         return self.emitted_tokens / self.request_steps if self.request_steps else 0.0
-
-    @property
-    def device_share(self) -> float:
-        """Part of a step's time in which the device works; 0 where none was timed."""
-        return self.device_seconds / self.step_seconds if self.step_seconds else 0.0
 
     def record(self, num_draft_tokens: ArrayLike, num_accepted: ArrayLike) -> None:
         """Count one step's outcome: integers [B], one entry per request that our verifier sampled."""

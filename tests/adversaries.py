@@ -101,6 +101,9 @@ class Faulty(Adversary):
 
         setattr(self, method, faulty)
 
+    def memory_bytes(self):
+        return 0
+
 
 class RaisesWhenBuilt(Adversary):
     """The constructor raises a TypeError that has nothing to do with its arguments."""

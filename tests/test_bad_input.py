@@ -45,8 +45,7 @@ def a_drafter():
 
 
 def command(*words):
-    clock = SimpleNamespace(read=lambda: None)
-    return run_command(SimpleNamespace(finish_counting=lambda: None, clock=clock), *words)
+    return run_command(SimpleNamespace(finish_counting=lambda: None), *words)
 
 
 def variable(text):
@@ -74,7 +73,6 @@ CALLS = [
     (lambda: check_options("history", {"max_history_tokens": 2**63}), "max_history_tokens must fit in 64 bits, got"),
     (lambda: check_options("tests.recurrent.drafter.Cut", {}), "missing a required argument: 'pattern'"),
     (lambda: build_drafter("history", min_survival=1), "min_survival must be in [0, 1), got 1"),
-    (lambda: build_drafter("history", num_threads=1), "'num_threads' is gone, the drafter on the host runs in one"),
     (lambda: build_drafter("suffix", index="tree"), "index must be one of ('suffix', 'ngram'), got 'tree'"),
     (lambda: build_drafter("suffix", own_only=True, shared=True), "own_only and shared exclude each other"),
     (lambda: build_drafter("device"), "drafter 'device' runs on the device, where the engine makes it"),
@@ -90,7 +88,6 @@ CALLS = [
     (lambda: command("stat"), "got 'stat'; did you mean 'stats'?"),
     (lambda: command("stats", 1), "the rollout_spec command stats, got (1,): too many positional arguments"),
     (lambda: command("set_enabled", 1), "set_enabled: its argument must be a bool, got 1"),
-    (lambda: command("begin_policy_version"), "begin_policy_version is gone: drafts need not be told of new weights"),
     (lambda: variable('{"models": [1]}'), "ROLLOUT_SPEC: models must be a list of patterns, got [1]"),
     # Noise.
     (lambda: noise.derive_seed(), "derive_seed needs at least one part"),

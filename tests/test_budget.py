@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_spec.budget import FRESH_STEPS, LONGEST_SLEEP, MIN_OBSERVATIONS, NEW_SIZE_COST, NUM_BINS, Budget, StepCost
+from rollout_spec.budget import ENOUGH, FRESH_STEPS, LONGEST_SLEEP, NEW_SIZE_COST, NUM_BINS, Budget, StepTimes
 from rollout_spec.budget import allocate as allocate_into
 
 UNIT = st.floats(0, 1, width=32)
@@ -106,9 +106,7 @@ def test_a_drafter_must_gain_what_it_takes_after_its_slots_are_paid(drafted_seco
 
 def test_a_drafter_that_compiles_at_first_is_not_given_up():
     budget, confidence = Budget(), np.tile([0.9, 0.8], (2, 1))
-    taken = [
-        step(budget, confidence, lambda n: 1.0, 2, 1000.0 if n == MIN_OBSERVATIONS else 0.01)[1] for n in range(100)
-    ]
+    taken = [step(budget, confidence, lambda n: 1.0, 2, 1000.0 if n == ENOUGH else 0.01)[1] for n in range(100)]
     assert np.median(taken[20:]) == 4
 
 
@@ -123,22 +121,22 @@ def test_a_new_cost_without_drafts_is_noticed():
 
 def test_the_last_step_of_about_the_size_counts():
     """Larger ones were measured a long time ago."""
-    cost = StepCost()
+    times = StepTimes()
     for num_tokens, drafted, count in ((100, False, 10), (400, True, 200), (64, False, 10)):
         for _ in range(count):
-            cost.observe(num_tokens, 0.01, drafted=drafted)
-    assert not cost.undrafted(80)[1]
+            times.observe(num_tokens, 0.01, drafted=drafted)
+    assert not times.wants_undrafted(80)
 
 
 def test_prompts_in_a_step_count():
     """Slots are free in a step of few tokens; where 300 tokens of prompts fill it, each costs what it is worth."""
     confidence, starts = np.full(8, 0.5, np.float32), np.array([0, 4, 8])
     budget = Budget()
-    for _ in range(MIN_OBSERVATIONS):
+    for _ in range(ENOUGH):
         for n in (2, 302):
-            budget.cost.observe(n, max(1.0, n / 100), drafted=False)
+            budget.times.observe(n, max(1.0, n / 100), drafted=False)
         for n in (3, 50, 100, 303, 350, 400):
-            budget.cost.observe(n, max(1.0, n / 100), drafted=True)
+            budget.times.observe(n, max(1.0, n / 100), drafted=True)
     for num_tokens, expected in ((2, 8), (302, 0)):
         assert budget.wants_drafts(num_tokens)
         assert decide(budget, confidence, starts, num_tokens=num_tokens).sum() == expected
@@ -148,24 +146,25 @@ def test_prompts_in_a_step_count():
 def test_a_captured_size_is_filled_and_not_passed(num_tokens, expected):
     """A step of 16 tokens costs what one of 12 does, and one more token ten times as much."""
     budget = Budget()
-    budget.cost.pad_to((16, 32))
+    budget.times.pad_to((16, 32))
     for _ in range(20):
-        budget.cost.observe(12, 1.0, drafted=False)
-        budget.cost.observe(16, 1.0, drafted=True)
-        budget.cost.observe(32, 10.0, drafted=True)
+        budget.times.observe(12, 1.0, drafted=False)
+        budget.times.observe(16, 1.0, drafted=True)
+        budget.times.observe(32, 10.0, drafted=True)
     assert budget.wants_drafts(num_tokens)
     confidence, starts = np.full(6, 0.9, np.float32), np.array([0, 3, 6])
     assert decide(budget, confidence, starts, num_tokens=num_tokens).sum() == expected
 
 
 def test_a_step_of_a_padded_size_is_new_once():
-    cost, costs = StepCost(), np.empty(5)
-    cost.pad_to((8, 16))
-    cost.drafted(4, 4, 1.0, costs)
-    assert costs[1:].min() >= NEW_SIZE_COST
-    cost.observe(5, 1.0, drafted=True)
-    cost.drafted(4, 4, 1.0, costs)
-    assert costs[1:].max() < NEW_SIZE_COST / 2
+    times = StepTimes()
+    times.pad_to((8, 16))
+    times.observe(3, 1.0, drafted=False)  # as long as one of 4, and another size than one of 5
+    times.observe(20, 1.0, drafted=False)
+    for is_new in (True, False):
+        cost = times.drafted(9, 4)[0]
+        assert (cost[1:].min() >= NEW_SIZE_COST) == (cost[1:].max() > NEW_SIZE_COST / 2) == is_new
+        times.observe(10, 1.0, drafted=True)
 
 
 # -- what steps cost ----------------------------------------------------------------------------------------------
@@ -173,16 +172,15 @@ def test_a_step_of_a_padded_size_is_new_once():
 
 def test_a_curve_never_falls():
     """A larger step that took less shows that a smaller one was held up, unless that was long ago."""
-    cost, costs = StepCost(), np.empty(80)
+    times = StepTimes()
+    times.observe(1, 1.0, drafted=False)
     for n, seconds in ((10, 1.0), (20, 3.0), (40, 2.0), (80, 4.0)):
-        for _ in range(MIN_OBSERVATIONS):
-            cost.observe(n, seconds, drafted=True)
-    cost.drafted(1, 1, 1.0, costs)
-    assert costs[[9, 19, 39, 79]].tolist() == [0.0, 1.0, 1.0, 3.0]
+        for _ in range(ENOUGH):
+            times.observe(n, seconds, drafted=True)
+    assert times.drafted(1, 79)[0][[9, 19, 39, 79]].tolist() == [0.0, 1.0, 1.0, 3.0]
     for _ in range(FRESH_STEPS):
-        cost.observe(20, 3.0, drafted=True)
-    cost.drafted(1, 1, 1.0, costs)
-    assert costs[[19, 39]].tolist() == [2.0, 2.0]
+        times.observe(20, 3.0, drafted=True)
+    assert times.drafted(1, 39)[0][[19, 39]].tolist() == [2.0, 2.0]
 
 
 def test_drafts_that_were_wrong_are_tried_again_when_the_policy_has_changed():
@@ -217,7 +215,7 @@ def slots_taken(steps, seconds, slowdown, share=1):
         n = int(take(budget, CONFIDENCE, STARTS, right=3)[1].sum())
         unshared.append((SIZE + n, seconds(n) * slowdown(i, n), n > 0))
         taken.append(n)
-        if len(unshared) >= share or budget.cost.is_awaited(SIZE + n, drafted=n > 0):
+        if len(unshared) >= share or budget.times.is_awaited(SIZE + n, drafted=n > 0):
             for num_tokens, took, drafted in unshared:
                 budget.observe_step(num_tokens, took, drafted=drafted)
             unshared = []
@@ -287,3 +285,18 @@ def test_cold_sizes(seed):
     taken = slots_taken(200, lambda n: 1.0 + 0.02 * n, slowdown)
     assert np.median(taken[4:40]) >= 2 * SIZE
     assert np.median(taken[40:]) >= 2 * SIZE
+
+
+def test_other_padded_sizes_forget_what_was_measured():
+    times = StepTimes()
+    times.pad_to((8, 16))
+    for _ in range(5):
+        times.observe(3, 1.0, drafted=False)
+        times.observe(10, 9.0, drafted=True)
+    times.pad_to((16, 8))
+    assert not times.is_awaited(10, drafted=True), "the same ones"
+    times.pad_to((4, 16))
+    assert times.wants_undrafted(3)
+    assert times.is_awaited(10, drafted=True)
+    times.observe(3, 1.0, drafted=False)
+    assert not times.drafted(3, 4)[2], "no cost of drafts is known"

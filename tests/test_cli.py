@@ -75,7 +75,7 @@ def test_help_and_doctor_need_no_numba(places):
     for arguments, status, line in (
         (["estimate", "--help"], 0, "usage: rollout-spec estimate"),
         (["--version"], 0, __version__),
-        (["doctor", places["whole"]], 0, "A step takes"),
+        (["doctor", places["whole"]], 0, "What to do"),
         (["doctor"], 1, "problem  numba cannot be used"),
     ):
         code, printed = printed_by(*arguments)

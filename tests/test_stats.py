@@ -36,5 +36,5 @@ def test_intervals_add_up():
         before, part = whole.to_dict(), SpeculationStats()
         for stats in (whole, part):
             stats.record([size] * size, [size - 1] * size)
-            stats.step_seconds += 0.5
+            stats.draft_seconds += 0.5
         assert SpeculationStats.between(before, whole.to_dict()) == part

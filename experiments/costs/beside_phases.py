@@ -6,11 +6,11 @@
 The first prints what was measured on a GPU beside what is simulated, for the modes `none` and `device`, with vLLM's
 adaptive verification: seconds, steps, tokens per request and step.
 
-The second has n forward passes for each step of the scheduler of an H100: some n, and the one that `NumPasses` chooses.
+The second has n forward passes for each step of the scheduler of an H100: some n, and the one that is chosen.
 Modes are `none`, vLLM without speculation, and `device`, with as few calls as today; a further pass takes the host so
 many milliseconds and 17 us per request. By epoch: seconds, times as fast as `none` with n = 1, the mean n of steps, and
 the share of requests in passes that had ended. With `--max-seqs` the other rollouts wait for a place. `--noise`: the
-standard deviation of the logarithm of what `NumPasses` hears of a step's time.
+standard deviation of the logarithm of what it hears of a step's time.
 """
 
 from __future__ import annotations
@@ -26,22 +26,33 @@ import numpy as np
 from experiments.engines.bench_phase import PHASES, ROLLOUTS, Phase, read_recorded
 from experiments.rows import RESULTS, append, make_parser, origin
 from rollout_spec.drafters import build_drafter
-from rollout_spec.estimate.costs import PEAKS, SHAPES, measured_by_vllm, step_cost
-from rollout_spec.estimate.phases import Adaptive, Policy, RecordedRollout, Step, simulate
+from rollout_spec.estimate.costs import PEAKS, SHAPES, UNIT_COST, EngineCost, measured_by_vllm, step_cost
+from rollout_spec.estimate.phases import Engine, RecordedRollout, Step, simulate
 from rollout_spec.num_passes import NumPasses
+from rollout_spec.schedule import LARGEST_CUT
 
 MEASURED = "none", "device"
 K, GPU, PASSES = 8, "h100", (1, 2, 4, "auto")
 
 
+class WithHost(EngineCost):
+    """What older engines knew: drafts are free in most of the host's time."""
+
+    def steps(self, num_tokens: Any) -> np.ndarray:
+        """As of `EngineCost`, of a step with 0, 1, ... draft tokens."""
+        device, host = super().steps(num_tokens), 0.9 * self.host(int(num_tokens[0]))
+        return np.where(num_tokens > LARGEST_CUT, device + host, np.maximum(device, host))
+
+
 class NoisyPasses(NumPasses):
     """Hears of times with noise."""
 
-    noise = 0.0
+    def __init__(self, noise: float) -> None:
+        super().__init__()
+        self.noise, self.rng = noise, np.random.default_rng(0)
 
     def observe(self, num_requests: int, has_drafts: bool, num_passes: int, seconds: float) -> None:
         """As of `NumPasses`."""
-        self.rng = getattr(self, "rng", np.random.default_rng(0))
         super().observe(num_requests, has_drafts, num_passes, seconds * np.exp(self.rng.normal(0, self.noise)))
 
 
@@ -59,20 +70,20 @@ def simulated(
     passes: int | str | None = None, noise: float = 0.0, source: str = str(ROLLOUTS),
 ) -> list[list[Step]]:  # fmt: skip
     """The passes of each phase, of which the second one has the first one's history. See `step_cost`."""
-    further, slots, of_engine = None if further_ms is None else further_ms / 1e3, slots or batch, NoisyPasses()
-    of_engine.noise = noise
-    drafter = build_drafter("history" if mode == "device" else "ngram", max_draft_tokens=k, min_survival=0.0)
-    policy: Policy = lambda num_requests: 0  # noqa: E731
-    if mode == "device":
-        policy = Adaptive(measured_by_vllm(SHAPES[shape], gpu, further), k, slots)
+    further, slots, is_device = None if further_ms is None else further_ms / 1e3, slots or batch, mode == "device"
+    drafter = build_drafter("history" if is_device else "ngram", max_draft_tokens=k, min_survival=0.0)
+    engine = Engine(UNIT_COST, k, [(1, 1, k * is_device)], passes=NoisyPasses(noise) if passes == "auto" else passes)
+    if is_device:
+        engine.known = measured_by_vllm(SHAPES[shape], gpu)
         if further is None:
-            policy.choose = lambda num_requests: k  # type: ignore[method-assign]  # those engines did not pause
+            host = step_cost(SHAPES[shape], gpu, "device", further_pass=None).host_seconds
+            engine.known = WithHost(*engine.known._replace(host_seconds=host))
     found = []
     for rollouts in phases_of(source, batch):
         context = float(np.mean([rollout.mean_context for rollout in rollouts]))
-        cost = step_cost(SHAPES[shape], gpu, drafts=mode == "device", context=context, further_pass=further)
-        n = of_engine if isinstance(passes, str) else passes
-        found.append(list(simulate(rollouts, drafter, policy, cost, num_speculative_tokens=k, batch=slots, passes=n)))
+        place = "device" if is_device else None
+        engine.cost = step_cost(SHAPES[shape], gpu, place, context=context, further_pass=further)
+        found.append(list(simulate(rollouts, drafter, engine, batch=slots)))
     return found
 
 

@@ -20,20 +20,17 @@ per prompt; where one epoch was recorded, the first half of a prompt's samples i
 "suffix" without features. A table has the geometric means of the sets' speedups, and the lowest of all.
 
 Steps with drafts on the device have the calls that were measured, and one forward pass. With `--further-ms` they have
-as few as now, and as many passes as `NumPasses` chooses; each after the first takes the host so many milliseconds.
+as few as now, and as many passes as pay; each after the first takes the host so many milliseconds.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
 from multiprocessing import Pool
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any
 
 from experiments.drafting.regimes import split
 from experiments.rows import append, make_parser, origin
@@ -42,8 +39,8 @@ from rollout_spec.budget import Budget
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
 from rollout_spec.estimate import costs, phases
-from rollout_spec.measured_schedule import MeasuredSchedule
 from rollout_spec.num_passes import NumPasses
+from rollout_spec.schedule import CHEAP_TOKENS, CHEAP_TOKENS_A100, Schedule, affordable_ranges, one_k
 
 K = 8
 BATCHES = (1, 16, 64, 512)
@@ -51,31 +48,6 @@ SAMPLES = HISTORY = 16
 SETS = ("tot_text_gpt4", "r1v_grpo_log", "rg_llama_math", "samples-step0040-t0.6")
 ENGINES = ("h100", "1.5b"), ("h100", "7b"), ("h100", "30b-a3b"), ("a100", "7b")
 POLICIES = ("schedule", "adaptive", "host", "constant")
-Mode = Literal["none", "device", "host"]
-PIECEWISE_LAUNCHES = 3
-"""Launches per layer where requests have different numbers of draft tokens, and vLLM has no graph of whole steps: the
-graph of what lies between two attentions, the cache's update and attention. Read in vLLM's code."""
-HOST_VERIFYING = 1.2e-3
-"""What our sampler takes a GPU server's host more than vLLM's, of a step of 64 requests (results/README.md)."""
-HOST_DRAFT_CALL, HOST_DRAFT_REQUEST = 160e-6, 10.5e-6
-"""The drafter on the host in V2, K = 8, on quiet cores: 170 us for one request, 10 for each of 64, 6.8 of 256 (measured
-at 5505d49). Without what is indexed while the device computes."""
-
-
-def cost_of(model: str, mode: Mode, gpu: str, further_pass: float | None) -> costs.EngineCost:
-    """A model's steps in a mode, features on. further_pass: As of `step_cost`."""
-    shape, further_pass = costs.SHAPES[model], None if mode == "host" else further_pass
-    cost = costs.step_cost(shape, gpu, drafts=mode != "none", further_pass=further_pass)
-    if mode != "host":
-        return cost
-    launching = shape.layers * costs.LAUNCH * PIECEWISE_LAUNCHES + costs.sampling_seconds(drafts=True)
-    return cost._replace(
-        seconds=np.maximum(cost.seconds, launching) + costs.HOST_STEP + HOST_VERIFYING,
-        request_seconds=cost.request_seconds + costs.HOST_REQUEST,
-        draft_seconds=(HOST_DRAFT_CALL, HOST_DRAFT_REQUEST),
-        host_seconds=(0.0, 0.0),
-        drafting_host_seconds=(0.0, 0.0),
-    )
 
 
 def filled(earlier: Sequence[phases.RecordedRollout], **options: Any) -> Drafter:
@@ -118,19 +90,15 @@ def cell(place: tuple[Path, int, bool, tuple[Sequence[str], float | None]]) -> l
     others = (requests[len(phase) :] + phase)[: len(phase) // 2]
     known = {rollout.problem_id for rollout in [*phase, *others]} if has_history else set()
     earlier = [old for part, _ in parts for old in part[:HISTORY] if old.problem_id in known]
-    rows, seconds, run = [], {}, partial(phases.simulate, num_speculative_tokens=K, batch=batch)
+    rows, seconds = [], {}
     for (gpu, model), name in itertools.product(ENGINES, ("none", *policies)):
         if name == "adaptive" and gpu == "a100":
             continue
-        mode: Mode = name if name in ("none", "host") else "device"  # type: ignore[assignment]
-        cost, policy = cost_of(model, mode, gpu, further_pass), policy_of(name, model, gpu, batch, further_pass)
-        passes: NumPasses | int | None = None
-        if further_pass is not None and mode != "host":  # with the drafter on the host nothing is scheduled ahead
-            passes = NumPasses() if mode == "device" else 1
-        drafter = filled(earlier) if isinstance(policy, Budget) else filled(earlier, min_survival=0.0)
+        engine = engine_of(name, model, gpu, batch, further_pass)
+        drafter = filled(earlier, **({"min_survival": 0.0} if engine.budget is None else {}))
         if name != "none":
-            list(run(others, drafter, policy, cost, passes=passes))
-        steps = list(run(phase, drafter, policy, cost, passes=passes))
+            list(phases.simulate(others, drafter, engine, batch=batch))
+        steps = list(phases.simulate(phase, drafter, engine, batch=batch))
         took = seconds[gpu, model, name] = sum(step.seconds for step in steps)
         tokens, accepted = steps[-1].tokens, sum(step.num_accepted for step in steps)
         rows.append(
@@ -145,18 +113,22 @@ def cell(place: tuple[Path, int, bool, tuple[Sequence[str], float | None]]) -> l
     return rows
 
 
-def policy_of(name: str, model: str, gpu: str, batch: int, further_pass: float | None) -> phases.Policy:
+def engine_of(name: str, model: str, gpu: str, batch: int, further_pass: float | None) -> phases.Engine:
     """By its name in POLICIES, or "none"."""
+    shape = costs.SHAPES[model]
+    place: costs.Place | None = None if name == "none" else "host" if name == "host" else "device"
+    cost = costs.step_cost(shape, gpu, place, further_pass=further_pass)
     if name == "host":
-        return Budget()
-    if name == "adaptive":
-        return phases.Adaptive(costs.measured_by_vllm(costs.SHAPES[model], gpu, further_pass), K, BATCHES[-1])
+        return phases.Engine(cost, K, budget=Budget())
     if name == "none":
-        return lambda num_requests: 0
-    most = phases.k_by_requests(gpu, K, costs.SHAPES[model].used_experts, BATCHES[-1])
+        return phases.Engine(cost, K, [(1, 1, 0)], passes=None if further_pass is None else 1)
+    passes = None if further_pass is None else NumPasses()
+    ranges = affordable_ranges(K, CHEAP_TOKENS_A100 if gpu == "a100" else CHEAP_TOKENS, shape.used_experts)
     if name == "constant":
-        return lambda num_requests: max(1, most[max(batch // 2, 1)])
-    return MeasuredSchedule(most)
+        return phases.Engine(cost, K, [(1, 1, one_k(ranges, batch))], passes=passes)
+    if name == "adaptive":
+        return phases.Engine(cost, K, known=costs.measured_by_vllm(shape, gpu), passes=passes)
+    return phases.Engine(cost, K, ranges, schedule=Schedule(K), passes=passes)
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:

@@ -19,7 +19,7 @@ from experiments.rows import append, make_parser, origin
 from experiments.traces import read_traces
 from rollout_spec.drafters import build_drafter
 from rollout_spec.estimate.costs import SHAPES, measured_by_vllm, step_cost
-from rollout_spec.estimate.phases import Adaptive, add_rollout, by_problem, simulate
+from rollout_spec.estimate.phases import Engine, add_rollout, by_problem, simulate
 
 SETS = "rg_llama_math", "tot_text_gpt4", "r1v_grpo_log"
 SAMPLES, K, MODEL, GPU = 16, 8, "7b", "h100"
@@ -40,9 +40,8 @@ def main() -> None:
             drafter = build_drafter("history", max_draft_tokens=K, min_survival=0.0)
             for earlier in (old for part, _ in parts for old in part[:SAMPLES] if old.problem_id in problems):
                 add_rollout(drafter, earlier)
-            policy = Adaptive(measured_by_vllm(SHAPES[MODEL], GPU), K, batch)
-            cost = step_cost(SHAPES[MODEL], GPU, drafts=True)
-            steps = simulate(rollouts, drafter, policy, cost, num_speculative_tokens=K, batch=batch)
+            engine = Engine(step_cost(SHAPES[MODEL], GPU, "device"), K, known=measured_by_vllm(SHAPES[MODEL], GPU))
+            steps = simulate(rollouts, drafter, engine, batch=batch)
             ended = [rollout for step in steps for rollout, _ in step.ended]
             shortest = sorted(ended, key=lambda rollout: rollout.token_ids.size)
             row = {"benchmark": "finish_order", "set": name, "batch": batch, "same": [], "length": []}

@@ -21,9 +21,9 @@ class Measured(NamedTuple):
 
     speedup: float
     """Geometric mean."""
-    low: float | None
+    speedup_low: float | None
     """Its 90 % interval, by Student's t of the logarithms; None of fewer than `FEWEST` comparisons."""
-    high: float | None
+    speedup_high: float | None
     generations: int
     """Without drafts that were compared, so far."""
 

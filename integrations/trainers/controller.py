@@ -312,7 +312,7 @@ class EngineController:
         measured = self.measured()
         if measured is not None:
             metrics |= {f"measured_{name}": value for name, value in measured._asdict().items() if value is not None}
-        return as_metrics(stats, (*RATES, "device_share", "draft_seconds", "drafter_errors"), metrics)
+        return as_metrics(stats, (*RATES, "draft_seconds", "drafter_errors"), metrics)
 
 
 def as_metrics(stats: SpeculationStats, names: Iterable[str], more: Mapping[str, float]) -> dict[str, float]:

@@ -65,7 +65,7 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
             options = {**options, "history_dir": HISTORY_NAME}
         own: Any = {"llm_kwargs": llm_kwargs, "logprob_tolerance": logprob_tolerance, "compare_every": compare_every}
         super().__init__(RolloutSpecConfig.from_dict(options, also_known=tuple(own)), **own)
-        self._is_for_engine = bool(options) or any(value is not None for value in own.values())
+        self._is_for_engine = any((options, llm_kwargs, logprob_tolerance is not None, compare_every is not None))
         self._is_summarised = False  # the training, in the log
         self._first_step = 0  # of the training: a resumed one goes on from its checkpoint
         self._server_url: str | None = None

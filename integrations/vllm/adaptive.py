@@ -1,11 +1,10 @@
 """How many of the device's draft tokens are verified: those that pay, where vLLM can cut drafts on the device.
 
 V2's model runner times its CUDA graphs at start. In each step it then keeps those draft tokens, of all requests, that
-are worth the time of their verification by the drafter's confidence; where the device would wait for the host, it
-counts as free (`cutting.py`). Only the workers know whether the attention kernels allow that, and the scheduler is
-made after them, maybe in another process. So vLLM's configuration has a schedule of K by the number of requests from
-the beginning, and the engine's core replaces it once its workers have said that they cut drafts. `MeasuredSchedule`
-then decides whether steps have drafts at all, and how many where they are not cut.
+are worth the time of their verification by the drafter's confidence (`cutting.py`). Only the workers know whether the
+attention kernels allow that, and the scheduler is made after them, maybe in another process. So vLLM's configuration
+has bounds of K by the number of requests from the beginning, and the engine's core replaces them once its workers have
+said that they cut drafts.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout_spec.integrations.vllm import compat
-from rollout_spec.integrations.vllm.config import OUR_SCHEDULE, say, shown_ranges
-from rollout_spec.step_sizes import MOST_CUT_REQUESTS, ranges_of
+from rollout_spec.integrations.vllm.config import chooses_k, say, shown_ranges
+from rollout_spec.schedule import MOST_CUT_REQUESTS, ranges_of
 
 
 def with_adaptive_verification(runner: Any, initialize: Callable[[], Any]) -> Any:
@@ -26,7 +25,7 @@ def with_adaptive_verification(runner: Any, initialize: Callable[[], Any]) -> An
         initialize: vLLM's method.
     """
     vllm_config = runner.vllm_config
-    if not getattr(vllm_config.speculative_config, OUR_SCHEDULE, False):
+    if not (runner.rollout_spec.may_cut and chooses_k(vllm_config)):
         return initialize()
     try:
         if compat.is_v2_old():
@@ -36,7 +35,7 @@ def with_adaptive_verification(runner: Any, initialize: Callable[[], Any]) -> An
         return initialize()
     except ValueError as error:  # vLLM says so of LoRA, of attention kernels, of engines without graphs of whole steps
         _switch(runner, on=False)
-        object.__setattr__(vllm_config.speculative_config, OUR_SCHEDULE, False)  # vLLM may come here once more
+        runner.rollout_spec.may_cut = False  # vLLM may come here once more
         if vllm_config.parallel_config.rank == 0:
             ranges = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
             say(
@@ -78,15 +77,15 @@ def decide_schedule(vllm_config: Any, reports: list[dict[str, Any]]) -> None:
     Raises:
         RuntimeError: ranks differ.
     """
-    speculative = vllm_config.speculative_config
-    if not getattr(speculative, OUR_SCHEDULE, False):
+    if not chooses_k(vllm_config):
         return
     answers = {report["is_adaptive"] for report in reports}
     if len(answers) > 1:
         raise RuntimeError("rollout_spec: some tensor-parallel ranks cut drafts on the device and others do not")
     if answers == {False}:
         return
-    k, scheduler = speculative.num_speculative_tokens, vllm_config.scheduler_config
+    speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
+    k = speculative.num_speculative_tokens
     # Before they are cut, the scheduler needs room for all of each.
     max_step_tokens = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
     speculative.num_speculative_tokens_per_batch_size = ranges_of(

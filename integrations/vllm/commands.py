@@ -30,7 +30,6 @@ def run_command(engine: Engine, name: str, *args: Any) -> Any:
     except TypeError as error:
         raise TypeError(f"the rollout_spec command {name}, got {checks.shown(args)}: {error}") from error
     engine.finish_counting()
-    engine.clock.read()
     return command(engine, *args)
 
 
@@ -92,11 +91,4 @@ def set_enabled(engine: Engine, enabled: bool, may_repeat: bool = True) -> None:
     engine.session.set_enabled(enabled)
 
 
-def begin_policy_version(engine: Engine) -> None:
-    """Gone: raises ValueError, until 0.5.0."""
-    raise ValueError("begin_policy_version is gone: drafts need not be told of new weights, so leave the call out")
-
-
-COMMANDS = {
-    command.__name__: command for command in (config, stats, history, report, set_enabled, begin_policy_version)
-}
+COMMANDS = {command.__name__: command for command in (config, stats, history, report, set_enabled)}

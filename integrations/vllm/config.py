@@ -40,9 +40,6 @@ MODELS = "models"
 """The variable's key for shell patterns, of which one must match an engine's `model`."""
 MARK = "_rollout_spec"
 """Attribute set on our engines' `speculative_config`, for checks that get only that."""
-OUR_SCHEDULE = "_rollout_spec_schedule"
-"""Set on a `speculative_config` whose `num_speculative_tokens_per_batch_size` is ours. False in a worker in which vLLM
-turned out not to cut drafts on the device."""
 PASSES = "_rollout_spec_passes"
 """Set on a `speculative_config` in the engine's core: (most forward passes of a step in the workers, `sub_steps`)."""
 RUNNER_REASON = "_rollout_spec_runner"
@@ -140,8 +137,9 @@ def decide_options(vllm_config: Any, config: RolloutSpecConfig) -> None:
     """Write into vLLM's configuration what an engine has, drafter and K decided; all its processes get that."""
     if config.speculation:
         vllm_config.speculative_config.num_speculative_tokens = config.num_speculative_tokens
-    if isinstance(vllm_config.additional_config, dict):  # vLLM takes objects, too
-        vllm_config.additional_config = {**vllm_config.additional_config, CONFIG_KEY: config.to_dict()}
+    if not isinstance(vllm_config.additional_config, dict):  # vLLM takes objects, too
+        raise ValueError(f"additional_config must be a dict, to which {CONFIG_KEY!r} is added")
+    vllm_config.additional_config = {**vllm_config.additional_config, CONFIG_KEY: config.to_dict()}
 
 
 def keep_to_one_pass(vllm_config: Any) -> None:
@@ -162,6 +160,12 @@ def has_model_drafter(vllm_config: Any) -> bool:
     """Whether vLLM drafts with a model of its own that can draft beside history."""
     speculative = vllm_config.speculative_config
     return speculative is not None and speculative.method in MODEL_METHODS
+
+
+def chooses_k(vllm_config: Any) -> bool:
+    """Whether we decide how many of the device's draft tokens are verified. Settled by `hooks.complete_config`."""
+    config = config_of(vllm_config)
+    return config is not None and config.drafts_on_device and config.budget
 
 
 def is_recurrent(vllm_config: Any) -> bool:
@@ -210,13 +214,16 @@ def reasons_for_v1(vllm_config: Any, config: RolloutSpecConfig) -> list[str]:
     return reasons
 
 
+def is_settled(vllm_config: Any) -> bool:
+    """Whether what the user leaves open has been decided."""
+    return hasattr(vllm_config.speculative_config, RUNNER_REASON)
+
+
 def note_runner(vllm_config: Any) -> None:
     """Keep why an engine has its model runner, while its configuration is still what the user asked for."""
     from vllm.triton_utils import HAS_TRITON
 
     speculative = vllm_config.speculative_config
-    if hasattr(speculative, RUNNER_REASON):
-        return
     reason = f"vLLM's choice; {RUNNER_VARIABLE}=1 drafts on the device" if HAS_TRITON else "V2 needs Triton"
     if os.environ.get(RUNNER_VARIABLE):
         reason = f"{RUNNER_VARIABLE}={os.environ[RUNNER_VARIABLE]}"
@@ -329,7 +336,7 @@ def _check_model_drafter(vllm_config: Any, config: RolloutSpecConfig) -> None:
         )
 
 
-def check_environment(config: RolloutSpecConfig) -> None:
+def check_environment() -> None:
     """Raise ValueError if vLLM's environment variables are such that the engine could not work.
 
     Called in the worker: one of them replaces the front end, where the other checks are.
@@ -338,11 +345,6 @@ def check_environment(config: RolloutSpecConfig) -> None:
         raise ValueError(
             "VLLM_USE_RUST_FRONTEND replaces vLLM's Python front end, in which rollout_spec gives requests their seeds "
             "and checks them: unset it"
-        )
-    if config.drafts_on_host and os.environ.get("VLLM_GPU_SYNC_CHECK", "").lower() == "error":
-        raise ValueError(
-            f"VLLM_GPU_SYNC_CHECK=error forbids to wait for the device, and drafter={config.drafter!r} waits for each "
-            'step\'s tokens: unset it, or use drafter="device"'
         )
 
 
@@ -453,7 +455,7 @@ def describe_engine(vllm_config: Any, config: RolloutSpecConfig) -> str:
     parts = ["no drafts (speculation=False)"]
     if config.speculation:
         speculative = vllm_config.speculative_config
-        is_measured = hasattr(speculative, OUR_SCHEDULE)
+        is_measured = chooses_k(vllm_config)
         ranges = () if is_measured else speculative.num_speculative_tokens_per_batch_size or ()
         most = max((k for _, _, k in ranges), default=config.max_draft_tokens)
         k = f"up to {most} draft tokens per request and step{', ' * bool(ranges)}{shown_ranges(ranges)}"

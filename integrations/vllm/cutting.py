@@ -23,9 +23,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
 from rollout_spec.integrations.vllm import compat
-from rollout_spec.integrations.vllm.host_time import HostTime
 from rollout_spec.launches import Launcher, next_power_of_2
-from rollout_spec.step_sizes import MEASURED_CONTEXT, known_costs
+from rollout_spec.schedule import MEASURED_CONTEXT, best_cut
 from rollout_spec.transfers import host_buffer, upload
 
 ABOVE_ONE = tl.constexpr(0x3F800001)
@@ -159,29 +158,19 @@ class Cut:
 
 
 class Cutting(AdaptiveVerificationManager):
-    """vLLM's manager with the same decisions, but that a step's time is at least the host's.
+    """vLLM's manager with the same decisions.
 
     Args:
         manager: vLLM's, which this replaces.
-        share: Gives all tensor-parallel ranks the first one's object; None for a single rank.
         is_drafting: Whether there are drafts for the next step.
         is_last_pass: Whether no further forward pass of the step follows.
-
-    Attributes:
-        host_time: What a step takes the host.
     """
 
     cost_tables: Any
     _stale_idx: int
     _batch_budget: Any
 
-    def __init__(
-        self,
-        manager: Any,
-        share: Callable[[Any], Any] | None,
-        is_drafting: Callable[[], bool],
-        is_last_pass: Callable[[], bool],
-    ) -> None:
+    def __init__(self, manager: Any, is_drafting: Callable[[], bool], is_last_pass: Callable[[], bool]) -> None:
         super().__init__(
             manager.req_states, manager.query_start_loc, manager.num_bonus_tokens, manager._max_total_logits
         )
@@ -189,10 +178,7 @@ class Cutting(AdaptiveVerificationManager):
         device, shape = self._confidence_probs.device, self._confidence_probs.shape
         on_host = [host_buffer(4 * shape.numel(), device).view(torch.float32).view(shape).fill_(1.0) for _ in range(2)]
         self._stale_confidences = [SimpleNamespace(cpu=copy, np=copy.numpy()) for copy in on_host]
-        self.host_time = HostTime(self.device_waits, share)
         self._is_drafting, self._is_last_pass = is_drafting, is_last_pass
-        self._costs: dict[int, NDArray[np.float64]] = {}
-        self._costs_of: tuple[Any, float] = None, 0.0
         self._req_ids: list[str] = []
         """The requests of the last step of whole drafts, whose slots and numbers these are:"""
         self._slots: NDArray[np.intp] = np.zeros(0, np.intp)
@@ -217,39 +203,17 @@ class Cutting(AdaptiveVerificationManager):
         """How many tokens the step has, once drafts are cut to those that pay."""
         global _cutting
         _cutting = self
-        costs = self._costs_of_tokens(len(num_tokens_per_req))
-        budget = self._budget_of_whole_drafts(num_tokens_per_req, draft_tokens, costs)
-        if budget is not None:
-            self._batch_budget = None, None, budget
-            return len(num_tokens_per_req) + budget
-        tables = self.cost_tables
-        self.cost_tables = np.zeros(len(num_tokens_per_req) + 1), costs
-        try:
+        budget = self._budget_of_whole_drafts(num_tokens_per_req, draft_tokens)
+        if budget is None:
             return int(super().get_num_tokens(num_tokens_per_req, draft_tokens))
-        finally:
-            self.cost_tables = tables
+        self._batch_budget = None, None, budget
+        return len(num_tokens_per_req) + budget
 
-    def _costs_of_tokens(self, num_requests: int) -> NDArray[np.float64]:
-        """Milliseconds of a step of so many requests with 0, 1, 2, ... tokens."""
-        now = self.cost_tables, self.host_time.for_next_step()
-        if now[0] is not self._costs_of[0] or now[1] != self._costs_of[1]:
-            self._costs_of, self._costs = now, {}
-        costs = self._costs.get(num_requests)
-        if costs is None:
-            drafting, verifying = self.cost_tables
-            numbers = np.arange(verifying.size)
-            costs = known_costs(verifying + drafting[num_requests], now[1], numbers, self._cudagraph_limit)
-            self._costs[num_requests] = costs
-        return costs
-
-    def _budget_of_whole_drafts(
-        self, num_tokens: dict[str, int], draft_tokens: dict[str, list[int]], costs: NDArray[np.float64]
-    ) -> int | None:
+    def _budget_of_whole_drafts(self, num_tokens: dict[str, int], draft_tokens: dict[str, list[int]]) -> int | None:
         """How many draft tokens stay, as vLLM's own `get_num_tokens` has it. None: not every request has a whole draft.
 
         Args:
             num_tokens, draft_tokens: As of `get_num_tokens`.
-            costs: As of `_costs_of_tokens`.
         """
         k, num_requests = self.num_speculative_steps, len(num_tokens)
         if len(draft_tokens) != num_requests or set(map(len, draft_tokens.values())) != {k}:
@@ -263,13 +227,9 @@ class Cutting(AdaptiveVerificationManager):
             self._scheduled = np.array([[k], [1]], np.int32).repeat(num_requests, 1)
         known = self._stale_confidences[self._stale_idx].np.take(self._slots, 0)
         survival = np.multiply.accumulate(known, 1, np.float64).ravel()
-        most = min(survival.size, max(0, self._max_total_logits - num_requests))
-        survival.sort()
-        tokens = np.empty(most + 1)
-        tokens[0] = num_requests
-        np.cumsum(survival[::-1][:most], out=tokens[1:])
-        tokens[1:] += num_requests
-        return int((tokens / costs[num_requests : num_requests + most + 1]).argmax())
+        drafting, verifying = self.cost_tables
+        most_rows = max(num_requests, self._max_total_logits)
+        return best_cut(num_requests, survival, drafting[num_requests] + verifying[num_requests : most_rows + 1])
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: Tensor) -> tuple[Any, ...]:
         """Cut the drafts on the device."""
@@ -294,10 +254,7 @@ class Cutting(AdaptiveVerificationManager):
 
     def record_confidences(self, confidence_probs: Tensor, input_batch: Any) -> None:
         """Begin to copy the confidences to the host, once per step. A step without drafts leaves them as they are."""
-        if not self._is_last_pass():
-            return
-        self.host_time.is_step = self._is_drafting()
-        if not self.host_time.is_step:
+        if not (self._is_last_pass() and self._is_drafting()):
             return
         if confidence_probs is not self._confidence_probs:  # of another drafter, by request of the batch
             self._confidence_probs[input_batch.idx_mapping] = confidence_probs[: input_batch.num_reqs]
@@ -311,10 +268,6 @@ class Cutting(AdaptiveVerificationManager):
         # In the device's own order, which takes no further stream and no copy on the device.
         self._stale_confidences[written].cpu.copy_(self._confidence_probs, non_blocking=True)
         self._copy_events[written].record()
-
-    def device_waits(self) -> bool:
-        """Whether the device has finished the step before: the copy of the confidences is the last it has to do."""
-        return bool(self._copy_events[self._stale_idx ^ 1].query())
 
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, Any]]:
         """vLLM's steps of made-up requests, so that a token costs what a draft token does.

@@ -1,7 +1,7 @@
 """Which requests the device drafter of a V2 engine serves, the history that it shares, and where its drafts go.
 
 Nothing here waits for the device. A step is scheduled before the last one's tokens are known, so every request has the
-same number of draft tokens, which `measured_schedule.py` chooses. vLLM's adaptive verification cuts them by their
+same number of draft tokens, which `sub_steps.Steps` chooses. vLLM's adaptive verification cuts them by their
 confidences where it can (`cutting.py`).
 """
 
@@ -85,10 +85,6 @@ class DeviceSession(Session):
                 self.finish_requests(list(self.live), ())  # the last step may have ended some
             finally:  # also after an error of the device
                 super().close()
-
-    def num_live_requests(self) -> int:
-        """Preempted ones are not counted."""
-        return len(self.live)
 
     def start_requests(self, requests: Iterable[Any]) -> None:
         requests = list(requests)

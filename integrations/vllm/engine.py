@@ -7,20 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.vllm.config import say
 from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank, is_true_on_any_rank
 from rollout_spec.integrations.vllm.session import Session
-from rollout_spec.integrations.vllm.sub_steps import num_passes
 from rollout_spec.integrations.vllm.warm_up import warm_up_kernels
 from rollout_spec.stats import SpeculationStats
-from rollout_spec.transfers import runs_later
 from rollout_spec.verify.reference import prepare
-
-STEPS_PER_TIMED = 16
-"""One step in so many is timed: on a GPU that takes two events."""
 
 
 class Engine:
@@ -29,7 +22,6 @@ class Engine:
     Attributes:
         session: None for an engine that samples with our noise only.
         stats: This engine's counters.
-        clock: Times some of the runner's steps.
         config: The engine's options.
 
     Args:
@@ -38,13 +30,13 @@ class Engine:
 
     scheduled: Any = None  # vLLM's `SchedulerOutput` of this step
     warming_up = False  # whether vLLM is running made-up requests to compile its kernels, which are ignored
-    is_cutting = False  # whether drafts are cut on the device, to those that pay
+    may_cut = True  # whether drafts may be cut on the device: False once vLLM has refused it
+    is_cutting = False  # whether they are, to those that pay
     most_passes = 1  # forward passes of a step
 
     def __init__(self, runner: Any, config: RolloutSpecConfig, session: Session | None) -> None:
         self.session = session
         self.stats = SpeculationStats() if session is None else session.stats
-        self.clock = StepClock(runner.device, self.stats)
         self.config = config
         self._runner = runner
         # Read once: a user's own drafter could answer otherwise later, and on one rank only.
@@ -122,9 +114,6 @@ class Engine:
     def begin_step(self, scheduled: Any) -> Any:
         """Called before every step with vLLM's `SchedulerOutput`. Returns what the runner is to take for it."""
         self.scheduled = scheduled
-        if self.session is None or self.session.is_drafter_alive:
-            is_busy = bool(scheduled.scheduled_cached_reqs.req_ids)
-            self.clock.start(is_busy=is_busy, num_passes=num_passes(scheduled))
         if self.session is not None and not self.warming_up:
             self.session.finish_requests(scheduled.finished_req_ids, scheduled.preempted_req_ids or ())
         return scheduled
@@ -150,52 +139,3 @@ class Engine:
         """Called when the worker shuts down."""
         if self.session is not None:
             self.session.close()
-
-
-class StepClock:
-    """Adds the times of some steps to `stats`: of the whole step, and of the device's part of it.
-
-    `start` is called before the forward pass is prepared, `stop` after verification. On a GPU both record an event in
-    the stream, which is read once it has passed; the device's part then includes its wait for that preparation.
-    """
-
-    def __init__(self, device: torch.device, stats: SpeculationStats) -> None:
-        self._uses_events, self._stats = runs_later(device), stats
-        self._num_steps, self._num_passes, self._started = 0, 1, 0.0
-        self._marks: list[Any] = []  # of the step that is timed
-        self._unread: tuple[Any, Any, float, int] | None = None  # the last one that was
-
-    def start(self, *, is_busy: bool, num_passes: int) -> None:
-        """A step begins.
-
-        Args:
-            is_busy: Whether a request of the last step goes on, so that the engine has not been idle since.
-            num_passes: Its forward passes, which count as steps.
-        """
-        last, self._started = self._started, time.perf_counter()
-        if len(self._marks) == 2 and is_busy:
-            self._unread = (*self._marks, self._started - last, self._num_passes)
-        self._num_steps, self._num_passes = self._num_steps + 1, num_passes
-        self._marks = [] if self._num_steps % STEPS_PER_TIMED else [self._now()]
-        self.read()
-
-    def stop(self) -> None:
-        """The last pass's verification has ended, or its work has been launched."""
-        if len(self._marks) == 1:
-            self._marks.append(self._now())
-
-    def read(self) -> None:
-        """Count the timed step, if the device has finished it."""
-        if self._unread is None or (self._uses_events and not self._unread[1].query()):
-            return
-        (began, ended, seconds, num_passes), self._unread = self._unread, None
-        self._stats.timed_steps += num_passes
-        self._stats.step_seconds += seconds
-        self._stats.device_seconds += began.elapsed_time(ended) / 1e3 if self._uses_events else ended - began
-
-    def _now(self) -> Any:
-        if not self._uses_events:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event

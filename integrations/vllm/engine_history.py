@@ -119,6 +119,12 @@ class EngineHistory:
             del self._live[problem_id]
             self._thread.unwatch(problem_id)
 
+    def end_requests(self) -> None:
+        """No more is wanted: the drafter has raised."""
+        for problem_id in list(self._live):
+            self._live[problem_id] = 1
+            self.end_request(problem_id)
+
     def exchange(self) -> None:
         """Hand over what has ended, and take in some of what has come. Called once per step; reads no file."""
         self._hand_over()

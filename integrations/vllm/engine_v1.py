@@ -178,7 +178,6 @@ class EngineV1(Engine):
             if metadata is not None:
                 tensors = _pad_rows(tensors, num_draft_tokens, result.output_token_ids.shape[1])
         sampled = _emitted(result)  # launched before the host indexes
-        self.clock.stop()
         if self.session is not None and self.session.is_drafter_alive:
             self.session.update_index()  # before anything waits for the device; `draft` reads the outcome
         elif not self._runner.use_async_scheduling:

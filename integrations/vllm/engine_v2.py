@@ -33,11 +33,9 @@ from rollout_spec.integrations.vllm.device import WRITTEN, DeviceSession, DraftT
 from rollout_spec.integrations.vllm.engine import Engine
 from rollout_spec.integrations.vllm.further_passes import Repetition, why_not
 from rollout_spec.integrations.vllm.outputs import PassBuffer, StepBuffer, StepBuffers
-from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.sampling import Asked, AskedOfSlots, keep_broken, require_seed, scored_tokens
 from rollout_spec.integrations.vllm.sub_steps import first_pass, num_passes
 from rollout_spec.num_passes import AUTO_SUB_STEPS
-from rollout_spec.transfers import runs_later
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, VerifyResult
 from rollout_spec.verify import kernel
 from rollout_spec.verify.reference import Layout, scaled
@@ -164,8 +162,6 @@ class EngineV2(Engine):
         )
         self._features = None if seen.features is None else seen.features[: logits.shape[0]]
         logprobs = self._logprobs(asked, seen, logits, processed, batch, layout, of_pass)
-        if is_serving and self._is_last_pass():
-            self.clock.stop()
         tokens, num_sampled = of_pass.sampled(batch.num_reqs)
         return SamplerOutput(
             sampled_token_ids=tokens,
@@ -265,22 +261,8 @@ class EngineV2(Engine):
             return
         from rollout_spec.integrations.vllm import cutting  # imports what vLLM has from 0.28 on
 
-        share = sharing_from_first_rank(runner.vllm_config)
-        manager = cutting.Cutting(runner.adaptive_verification, share, self.is_drafting, self._is_last_pass)
+        manager = cutting.Cutting(runner.adaptive_verification, self.is_drafting, self._is_last_pass)
         runner.adaptive_verification, self.confidences = manager, manager.confidences
-        if runs_later(runner.device):
-            self.time_the_host()
-
-    def time_the_host(self) -> None:
-        """Tell `Cutting` when forward passes are launched."""
-        timing, host_time = self._runner.step_timing, self._runner.adaptive_verification.host_time
-        launch = functools.partial(type(timing).forward_start, timing)
-
-        def forward_start() -> None:
-            host_time.launch(self._num_passes)
-            launch()
-
-        timing.forward_start = forward_start
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollout_spec.integrations.vllm import compat
-from rollout_spec.integrations.vllm.config import OUR_SCHEDULE, is_a100
-from rollout_spec.step_sizes import LARGEST_CUT, LARGEST_GRAPH, MOST_CUT_REQUESTS
+from rollout_spec.integrations.vllm.config import chooses_k, is_a100
+from rollout_spec.schedule import LARGEST_CUT, LARGEST_GRAPH, MOST_CUT_REQUESTS
 
 SIZES_PER_DOUBLING = 8
 """Above vLLM's own sizes, so that at most about an eighth of a step is padding; 17 more sizes at most."""
@@ -67,7 +67,7 @@ def add_graphs(vllm_config: Any, set_sizes: Callable[[], None]) -> str | None:
     width = 1 + max(k for _, _, k in ranges)
     most, max_step_tokens = most_tokens(scheduler.max_num_seqs, ranges), scheduler.max_num_batched_tokens
     largest, most_of_one = most, width
-    may_cut = hasattr(speculative, OUR_SCHEDULE) and not compat.is_v2_old()  # see `adaptive.py`
+    may_cut = chooses_k(vllm_config) and not compat.is_v2_old()  # see `adaptive.py`
     if may_cut and vllm_config.lora_config is None and not is_a100():
         most_of_one = 1 + speculative.num_speculative_tokens
         whole = min(scheduler.max_num_seqs, MOST_CUT_REQUESTS) * most_of_one
@@ -103,7 +103,7 @@ def choose_graphs(runner: Any) -> None:
     speculative = vllm_config.speculative_config
     if compat.adaptive_verification(runner):  # each of its graphs takes any lengths
         return
-    if hasattr(speculative, OUR_SCHEDULE):
+    if chooses_k(vllm_config):
         ranges = speculative.num_speculative_tokens_per_batch_size
         manager.vllm_config = _with_steps_of(vllm_config, sorted({k for _, _, k in ranges}))
     compat.choose_captured(manager)
@@ -131,7 +131,7 @@ def _drop_graphs_of_no_step(manager: Any) -> None:
     """Where K follows the number of requests, capture only what some number of requests can replay.
 
     vLLM would capture every size for each K that occurs. A step has the K of its number of requests, or no drafts
-    (`measured_schedule.py`). Only right after requests have started or ended it may have another one's; it then runs
+    (`schedule.Schedule`). Only right after requests have started or ended it may have another one's; it then runs
     piecewise.
     """
     from vllm.config import CUDAGraphMode

@@ -15,24 +15,25 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from rollout_spec import step_sizes
+from rollout_spec import schedule
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.vllm import compat, graphs
 from rollout_spec.integrations.vllm.config import (
     MARK,
     MODELS,
-    OUR_SCHEDULE,
     PASSES,
     VARIABLE,
     ask_for_speculation,
     check_engine,
     check_environment,
+    chooses_k,
     config_of,
     decide_options,
     describe_engine,
     has_model_drafter,
     is_a100,
     is_ours,
+    is_settled,
     keep_to_one_pass,
     note_runner,
     read_config,
@@ -45,7 +46,6 @@ from rollout_spec.integrations.vllm.config import (
 )
 from rollout_spec.integrations.vllm.ranks import end_if_unheard
 from rollout_spec.integrations.vllm.requests import FrontEnd
-from rollout_spec.measured_schedule import MeasuredSchedule
 
 ASYNC_METHOD = "ngram_gpu"
 """vLLM's one method without a model that keeps scheduling asynchronous. In V2 our device drafter runs under it."""
@@ -74,9 +74,9 @@ def complete_config(original: Callable[..., None], self: Any) -> None:
     """Settle what an engine leaves open. With a drafter on the host, schedule synchronously."""
     config, speculative = config_of(self), self.speculative_config
     if config is not None:
-        if config.speculation:
+        if config.speculation and not is_settled(self):  # vLLM comes here once more for copies
             note_runner(self)
-        config = _with_affordable_drafts(self, config)
+            config = _with_affordable_drafts(self, config)
         decide_options(self, config)
         if has_model_drafter(self):
             refuse_model_drafter(self)
@@ -94,25 +94,27 @@ def complete_config(original: Callable[..., None], self: Any) -> None:
 def _with_affordable_drafts(vllm_config: Any, config: RolloutSpecConfig) -> RolloutSpecConfig:
     """The settings of an engine whose device drafts, with as many tokens as pay by the requests that run.
 
-    An engine alone gets a schedule, which is in vLLM's configuration, unless it is given one. Data-parallel engines may
-    wait for each other in every step, so they have one K, and no schedule.
+    An engine alone gets bounds of K in vLLM's configuration, unless it is given some. Data-parallel engines may wait
+    for each other in every step, so they have one K, and no bounds. `budget` is left on where we choose K.
     """
     speculative, is_alone = vllm_config.speculative_config, vllm_config.parallel_config.data_parallel_size == 1
-    is_on_device = config.drafts_on_device and vllm_config.use_v2_model_runner and not has_model_drafter(vllm_config)
-    if is_on_device and not is_alone:
+    if not config.drafts_on_device or not vllm_config.use_v2_model_runner:
+        return config
+    if has_model_drafter(vllm_config):
+        return dataclasses.replace(config, budget=False)
+    if not is_alone:
         speculative.num_speculative_tokens_per_batch_size = None
-    if not (is_on_device and config.budget):
+    if not config.budget:
         return config
-    if is_alone and speculative.num_speculative_tokens_per_batch_size is not None:
-        return config
-    cheap = step_sizes.CHEAP_TOKENS_A100 if is_a100() else step_sizes.CHEAP_TOKENS
-    ranges = step_sizes.affordable_ranges(config.max_draft_tokens, cheap, share_of_experts(vllm_config))
+    cheap = schedule.CHEAP_TOKENS_A100 if is_a100() else schedule.CHEAP_TOKENS
+    ranges = schedule.affordable_ranges(config.max_draft_tokens, cheap, share_of_experts(vllm_config))
     if is_alone:
+        if speculative.num_speculative_tokens_per_batch_size is not None:
+            return dataclasses.replace(config, budget=False)
         speculative.num_speculative_tokens_per_batch_size = ranges
-        object.__setattr__(speculative, OUR_SCHEDULE, True)
         return config
     max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-    k = step_sizes.one_k(ranges, max_num_seqs)
+    k = schedule.one_k(ranges, max_num_seqs)
     say(
         f"rollout_spec: {k} draft token{'s' * (k > 1)} for every request, as data-parallel engines need one K: what "
         f"pays by simulation with max_num_seqs={max_num_seqs}; budget=False drafts {config.max_draft_tokens}"
@@ -215,7 +217,7 @@ def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: A
 
 
 def init_scheduler(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Let steps have several forward passes, and replace the schedule of K that is ours by one that learns.
+    """Let steps have several forward passes, and whole drafts or none where they are not cut.
 
     With synchronous scheduling vLLM verifies whatever the drafter gives. Under `external_launcher`, as TRL's colocated
     engines have it, each tensor-parallel rank has a scheduler and a clock of its own, so nothing may depend on times.
@@ -229,20 +231,18 @@ def init_scheduler(original: Callable[..., None], self: Any, *args: Any, **kwarg
     compat.keep_windows(self)
     parallel = self.vllm_config.parallel_config
     has_peers = parallel.tensor_parallel_size > 1 and parallel.distributed_executor_backend == "external_launcher"
-    is_measured = hasattr(speculative, OUR_SCHEDULE) and not has_peers
-    if most_passes == 1 and not is_measured:
+    chooses = chooses_k(self.vllm_config) and not has_peers
+    if most_passes == 1 and not chooses:
         return
     from rollout_spec.integrations.vllm.sub_steps import Steps
 
-    self.rollout_spec = Steps(self, most_passes, sub_steps, has_clock=not has_peers)
-    if is_measured:
-        self.dynamic_sd_lookup = self.rollout_spec.schedule = MeasuredSchedule(self.dynamic_sd_lookup)
+    self.rollout_spec = Steps(self, most_passes, sub_steps, has_clock=not has_peers, chooses_k=chooses)
 
 
 def collective_rpc(
     original: Callable[..., Any], self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
 ) -> Any:
-    """Pass `set_enabled` on to our schedule: otherwise each request would have K zeros verified while it is off.
+    """Pass `set_enabled` on to the scheduler: otherwise each request would have K zeros verified while it is off.
 
     vLLM calls this for the commands of every engine, also before there is a scheduler.
     """
@@ -355,7 +355,7 @@ def init_runner(original: Callable[..., None], self: Any, vllm_config: Any, *arg
     original(self, vllm_config, *args, **kwargs)
     if config is None:
         return
-    check_environment(config)
+    check_environment()
     from rollout_spec.integrations.vllm.warm_up import warm_up
 
     warm_up(config, device=self.device, log=say)

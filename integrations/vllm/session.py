@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 STEPS_PER_SHARING = 16
 """Tensor-parallel ranks take over the first rank's times once in this many steps, or at once where the budget waits for
-a step's time (`StepCost.is_awaited`)."""
+a step's time (`StepTimes.is_awaited`)."""
 RECENT_STEPS = 16
 """The prompt tokens of the next step are predicted from those of this many last steps."""
 
@@ -79,9 +79,8 @@ class Session:
     def source_counts(self) -> dict[str, list[int]]:
         """By source, [drafted tokens that the target reached, those that were right]; empty if it has no sources."""
         counts = self._report("source_counts") or {}
-        if self.choice is not None:
-            counts["model"] = self.choice.model_counts()
-        return {name: list(of_source) for name, of_source in counts.items()}
+        model = {} if self.choice is None else {"model": self.choice.model_counts()}
+        return {str(name): list(map(int, of_source)) for name, of_source in {**counts, **model}.items()}
 
     def history_summary(self) -> dict[str, int]:
         """What the drafter's history holds; empty if it does not say."""
@@ -208,9 +207,8 @@ class HostSession(Session):
             vocab_size=int(vllm_config.model_config.get_vocab_size()),
             max_step_tokens=int(scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens),
             budget=self.budget,
+            index_late=index_late,
         )
-        if index_late:
-            self.drafting.index_late()
         self.drafter = self.drafting.drafter
         self.problems = Problems(getattr(drafter, "max_history_tokens", None))
         self.live: dict[str, LiveRequest] = {}
@@ -303,7 +301,7 @@ class HostSession(Session):
                 sample other tokens than this one.
         """
         if self.budget is not None and self._last_call is None:  # vLLM chooses the sizes after the session is made
-            self.budget.cost.pad_to(graph_sizes(self._vllm_config))
+            self.budget.times.pad_to(graph_sizes(self._vllm_config))
         started = time.perf_counter()
         try:
             learned = self.drafting.learn(sampled, targets)
@@ -379,6 +377,8 @@ class HostSession(Session):
         if self._share_from_first_rank is not None:
             raise error
         self.enabled = self.is_drafter_alive = False
+        if self.engine_history is not None:
+            self.engine_history.end_requests()
         self.stats.drafter_errors += 1
         logger.error("the drafter raised: speculation is off from here on, sampling goes on unchanged", exc_info=error)
 
@@ -402,7 +402,7 @@ class HostSession(Session):
         )
         if self._share_from_first_rank is not None:
             step = self._unshared[-1]
-            is_awaited = self.budget.cost.is_awaited(step.num_tokens, drafted=step.drafted)
+            is_awaited = self.budget.times.is_awaited(step.num_tokens, drafted=step.drafted)
             if len(self._unshared) < STEPS_PER_SHARING and not is_awaited:
                 return
             times = self._share_from_first_rank([(step.seconds, step.draft_seconds) for step in self._unshared])

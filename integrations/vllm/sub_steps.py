@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollout_spec.measured_schedule import MeasuredSchedule
+from rollout_spec.integrations.vllm import compat
 from rollout_spec.num_passes import NumPasses
+from rollout_spec.schedule import Schedule
 
 STEP, COUNTS = "rollout_spec_step", "rollout_spec_counts"
 """What we add to vLLM's `SchedulerOutput`, a `Step`, and to the `ModelRunnerOutput` of several passes: integer [n, B],
@@ -68,15 +69,19 @@ class Steps:
         most: Most passes that the workers can run; 1 where steps are only learned from.
         sub_steps: Of the configuration: the number of passes, or None.
         has_clock: False where the ranks of an engine have a scheduler each and no common clock.
+        chooses_k: Whether K is ours: none while drafts are off, otherwise as `Schedule` says. But where drafts are cut
+            and steps have several passes it is the most: what drafts take the host then hardly counts.
 
     Attributes:
         may_repeat: Whether steps may have several passes now.
-        schedule: What decides K; None: something else does.
     """
 
-    def __init__(self, scheduler: Any, most: int, sub_steps: int | None, *, has_clock: bool) -> None:
-        self.may_repeat = True
-        self.schedule: MeasuredSchedule | None = None
+    def __init__(self, scheduler: Any, most: int, sub_steps: int | None, *, has_clock: bool, chooses_k: bool) -> None:
+        self.may_repeat, self._chooses_k, self._is_enabled = True, chooses_k, True
+        self._schedule: Schedule | None = None
+        speculative = scheduler.vllm_config.speculative_config
+        if chooses_k and (most == 1 or not compat.verifies_adaptively(speculative)):
+            self._schedule = Schedule(speculative.num_speculative_tokens)
         self._scheduler, self._most, self._sub_steps, self._has_clock = scheduler, most, sub_steps, has_clock
         self._chooser = NumPasses(most)
         # Steps that were scheduled and have not been heard of. Some never are, after a fault.
@@ -88,12 +93,10 @@ class Steps:
 
     def set_enabled(self, enabled: bool, may_repeat: bool = True) -> None:
         """As the command of this name."""
-        self.may_repeat = may_repeat
-        if self.schedule is not None:
-            self.schedule.is_enabled = enabled
+        self.may_repeat, self._is_enabled = may_repeat, enabled
 
     def lengthen(self, scheduled: Any) -> None:
-        """Give a step as many passes as it shall have. Called before vLLM counts its tokens.
+        """Give a step the passes, and the drafts for the next one, that it shall have. Called before vLLM counts them.
 
         Args:
             scheduled: vLLM's `SchedulerOutput`, changed.
@@ -101,6 +104,7 @@ class Steps:
         tokens, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
         if not tokens:
             return
+        scheduled.num_spec_tokens_to_schedule = self._num_next_drafts(len(tokens), scheduled)
         k, n, is_trial = max(map(len, drafts.values()), default=0), 1, False
         if self.may_repeat and self._most > 1 and self._only_decodes(scheduled, k):
             requests = [self._scheduler.requests[req_id] for req_id in tokens]
@@ -115,6 +119,13 @@ class Steps:
         step = Step(n, k, scheduled.num_spec_tokens_to_schedule, time.perf_counter(), is_trial)
         self._ahead.append(step)
         setattr(scheduled, STEP, step)
+
+    def _num_next_drafts(self, num_requests: int, scheduled: Any) -> int:
+        """K of the drafts that the step makes, of which vLLM has put in the most."""
+        most = int(scheduled.num_spec_tokens_to_schedule)
+        if self._chooses_k and not self._is_enabled:
+            return 0
+        return most if self._schedule is None else self._schedule.choose(num_requests, most)
 
     def _choose(self, num_requests: int, has_drafts: bool) -> int:
         if self._sub_steps is not None:
@@ -196,10 +207,10 @@ class Steps:
             drafted = np.array([[len(drafts.get(name, ())) for name in names]], np.int64)
             counts = np.array([list(map(len, output.sampled_token_ids or ()))], np.int64)
         has_prompts = scheduled.total_num_scheduled_tokens != drafted.size + int(drafted.sum())
-        if self.schedule is not None:
+        if self._schedule is not None:
             of_pass = None if has_prompts or step.is_trial else seconds / n
             for drafted_in, sampled in zip(drafted, counts, strict=True):
-                self.schedule.observe(drafted_in[sampled > 0], sampled[sampled > 0] - 1, of_pass)
+                self._schedule.observe(drafted_in[sampled > 0], sampled[sampled > 0] - 1, of_pass)
         if not has_prompts:
             self._chooser.observe(len(names), k > 0, n, seconds)
 

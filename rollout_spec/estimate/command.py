@@ -8,156 +8,215 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
-import time
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from heapq import heapreplace
 from importlib.util import find_spec
 from multiprocessing import Pool
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout_spec.budget import Budget
+from rollout_spec.checks import integer
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS
 from rollout_spec.drafters import build_drafter
-from rollout_spec.estimate import costs, phases
-from rollout_spec.estimate.phases import RecordedRollout
+from rollout_spec.estimate import costs
+from rollout_spec.estimate.phases import Engine, RecordedRollout, add_rollout, by_problem, read_rollouts, simulate
 from rollout_spec.history.command import load_tokenizer
 from rollout_spec.installation import install
-from rollout_spec.measured_schedule import MeasuredSchedule
+from rollout_spec.num_passes import NumPasses
+from rollout_spec.schedule import CHEAP_TOKENS, CHEAP_TOKENS_A100, MOST_CUT_REQUESTS, Schedule, affordable_ranges
 
-Ints = NDArray[np.int64]
 WORTH_IT = 1.1
 """A phase that is less than so many times as fast is not worth an installation."""
-ENGINE = "V2 of vLLM 0.31 or newer, drafts on the device"
-"""Whose steps are simulated."""
-SECONDS_BETWEEN_LINES = 10
-"""Of progress."""
-ENOUGH_PROMPTS = 10
-"""Fewer say too little for an interval, and for a verdict."""
-RESAMPLED = 1000
-ADAPTIVE_GPUS = ("h100", "h200")
-"""On these vLLM's adaptive verification cuts the device's drafts."""
-
-
-class Gain(NamedTuple):
-    """What drafts gained in a simulated phase."""
-
-    is_later: bool
-    """Whether most of its prompts had been sampled before."""
-    num_tokens: int
-    """Those that took a step: all but the first of each rollout."""
-    request_steps: int
-    """The requests of each step with drafts, summed."""
-    verified: int
-    """Draft tokens."""
-    seconds: dict[int, costs.Floats]
-    """By problem_id, float64 [2]: what its rollouts took without and with drafts. A step's time is divided equally
-    among its requests, so the sums over prompts are the phase's times."""
-    tail_seconds: float
-    """Of the time without drafts, in steps with fewer than half as many requests as at most."""
-
-
-class Engine(NamedTuple):
-    """What phases are simulated with."""
-
-    plain: costs.Cost
-    ours: costs.Cost
-    policy: phases.Policy
-    k: int
+ENOUGH_PROMPTS, RESAMPLED = 10, 1000
+"""Fewer prompts say too little for an interval, and for a verdict."""
+OLDEST, FIRST_CUT, CUTTING_GPUS = (0, 24), (0, 31), ("h100", "h200")
+"""The oldest release of vLLM, and from which one on, and where, its adaptive verification cuts the device's drafts."""
 
 
 def run(args: Namespace) -> int:
     """Print a table and a verdict. Returns the exit code; 2, with a line on stderr, for bad input."""
     try:
-        rollouts = _read(args)
+        if find_spec("pyarrow") is None:
+            raise ImportError(f"recordings are read with pyarrow: {install('estimate')}")
+        integer("-k", args.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
+        integer("--requests", min(args.requests), 1)
+        rollouts = read_rollouts(args.paths, None if args.tokenizer is None else load_tokenizer(args.tokenizer))
+        if all(rollout.token_ids.size < 2 for rollout in rollouts):
+            raise ValueError("all rollouts have one token: there is nothing to draft")
         context = float(np.mean([rollout.mean_context for rollout in rollouts]))
-        engine_of(args, context, max(args.requests))  # says what is wrong before anything is simulated
+        name, _, _ = engine_of(args, context)  # says what is wrong before anything is simulated
     except (ImportError, OSError, TypeError, ValueError) as error:
         print(f"rollout-spec estimate: {error}", file=sys.stderr)
         return 2
-    versions = len({rollout.policy_version for rollout in rollouts})
+    num_versions = len({rollout.policy_version for rollout in rollouts})
     print(
-        f"{len(rollouts):,} rollouts of {len(phases.by_problem(rollouts)):,} prompts, {versions:,} policy version"
-        f"{'s' * (versions > 1)}; {context:,.0f} tokens of context on average"
+        f"{len(rollouts):,} rollouts of {len(by_problem(rollouts)):,} prompts, {num_versions:,} policy version"
+        f"{'s' * (num_versions > 1)}; {context:,.0f} tokens of context on average"
     )
-    has_costs = args.gpu is not None or args.step_times is not None
+    has_costs = args.gpu is not None
     print("requests  epoch  tokens/step  verified/step" + "  times as fast (90 %)  tail" * has_costs)
     rows: list[dict[str, Any]] = []
     with Pool(min(len(args.requests), os.cpu_count() or 1)) as pool:
-        runs = pool.imap(partial(_run_with, args, rollouts, context), args.requests)
-        for batch, gains in zip(args.requests, runs, strict=True):
-            for is_later in (False, True):
-                some = [gain for gain in gains if gain.is_later == is_later]
-                if some:
-                    rows.append({"requests": batch, "epoch": "later" if is_later else "first", **figures_of(some)})
-                    print(_line(rows[-1], has_costs), flush=True)
+        for found in pool.imap(partial(_rows, args, rollouts, context), args.requests):
+            rows += found
+            print(*(_line(row, has_costs) for row in found), sep="\n", flush=True)
     if has_costs:
         if args.step_times is None:
-            print('Step times are estimates: "times as fast" was 0.91 to 1.33 times what an H100 gave.')
+            print('Step times are estimates: "times as fast" was 0.91 to 1.33 times an H100\'s with one pass per step.')
         recording = args.paths[0] + f" and {len(args.paths) - 1:,} more" * (len(args.paths) > 1)
         for batch in args.requests:
             said = verdict([row for row in rows if row["requests"] == batch])
-            print(f"{batch} requests in {ENGINE}: {said}, by {recording}.")
+            print(f"{batch} requests in {name}: {said}, by {recording}.")
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=1))
     return 0
 
 
-def engine_of(args: Namespace, context: float, batch: int) -> Engine:
-    """What the arguments ask for. Raises ValueError or OSError."""
+def engine_of(args: Namespace, context: float) -> tuple[str, costs.Cost, Engine]:
+    """The name of the engine that the arguments ask for, what stock vLLM's steps take, and the engine.
+
+    Raises:
+        ValueError, OSError: they are wrong.
+    """
+    release = tuple(map(int, re.findall(r"\d+", args.vllm)[:2]))
+    if release < OLDEST:
+        raise ValueError(f"--vllm must be a release from 0.24 on, such as 0.31, got {args.vllm!r}")
+    name = f"V2 of vLLM {'0.31 or newer' if release >= FIRST_CUT else '0.24 to 0.30'}, drafts on the device"
+    k, used_experts = args.num_speculative_tokens, 1.0
     plain: costs.Cost
     ours: costs.Cost
-    k, used_experts = args.num_speculative_tokens, 1.0
     if args.step_times is not None:
         times = costs.read_step_times(args.step_times, args.model, context)
         if args.gpu is None:
             raise ValueError("--step-times needs --gpu, too: how drafts are cut depends on it")
+        if args.drafter == "host":
+            raise ValueError("--step-times are for drafts on the device, not for --drafter host")
         if k > max(times):
             raise ValueError(f"{args.step_times} has steps of at most {max(times)} draft tokens: give -k {max(times)}")
-        plain, ours = (costs.MeasuredCost(times, drafts=drafts) for drafts in (False, True))
-        seconds = costs.measured_curve(times)
+        plain = ours = costs.MeasuredCost(times)
+        known = ours.by_tokens
     elif args.gpu is None:
-        return Engine(costs.UNIT_COST, costs.UNIT_COST, lambda num_requests: k, k)
+        return name, costs.UNIT_COST, Engine(costs.UNIT_COST, k)
     elif args.model is None:
         raise ValueError(f"--gpu needs --model: one of {', '.join(costs.SHAPES)} or a path of a config.json")
     else:
         shape = costs.shape_of(args.model)
-        used_experts, seconds = shape.used_experts, costs.measured_by_vllm(shape, args.gpu)
-        plain, ours = (costs.step_cost(shape, args.gpu, drafts=drafts, context=context) for drafts in (False, True))
-    if args.gpu in ADAPTIVE_GPUS:
-        return Engine(plain, ours, phases.Adaptive(seconds, k, batch), k)
-    return Engine(plain, ours, MeasuredSchedule(phases.k_by_requests(args.gpu, k, used_experts, batch)), k)
+        used_experts, known = shape.used_experts, costs.measured_by_vllm(shape, args.gpu)
+        plain, ours = (costs.step_cost(shape, args.gpu, place, context=context) for place in (None, args.drafter))
+    if args.drafter == "host":
+        return "vLLM, drafts on the host", plain, Engine(ours, k, budget=Budget())
+    if args.gpu in CUTTING_GPUS and release >= FIRST_CUT:
+        ranges = [(1, MOST_CUT_REQUESTS, k), (MOST_CUT_REQUESTS + 1, MOST_CUT_REQUESTS + 1, 0)]
+        return name, plain, Engine(ours, k, ranges, known, passes=NumPasses())
+    ranges = affordable_ranges(k, CHEAP_TOKENS_A100 if args.gpu == "a100" else CHEAP_TOKENS, used_experts)
+    return name, plain, Engine(ours, k, ranges, schedule=Schedule(k), passes=NumPasses())
 
 
-def _run_with(args: Namespace, rollouts: Sequence[RecordedRollout], context: float, batch: int) -> list[Gain]:
-    return simulate_run(rollouts, engine_of(args, context, batch), batch)
+def _rows(args: Namespace, rollouts: Sequence[RecordedRollout], context: float, batch: int) -> list[dict[str, Any]]:
+    _, plain, engine = engine_of(args, context)
+    return simulate_run(rollouts, plain, engine, batch)
 
 
-def simulate_run(rollouts: Sequence[RecordedRollout], engine: Engine, batch: int) -> list[Gain]:
-    """The gains in the phases of a run, with at most `batch` requests at a time.
+class Epoch:
+    """What phases took whose prompts were new, or which had mostly been sampled before.
+
+    Attributes:
+        num_tokens: Those that took a step: all but the first of each rollout.
+        request_steps: The requests of each step with drafts, summed.
+        seconds: By problem_id, float64 [2]: what its rollouts took without and with drafts. A step's time is divided
+            equally among its requests, so the sums over prompts are the phases' times.
+        tail_seconds: Of the time without drafts, in steps with fewer than half as many requests as at most.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = self.request_steps = self.verified = 0
+        self.seconds: defaultdict[int, costs.Floats] = defaultdict(lambda: np.zeros(2))
+        self.tail_seconds = 0.0
+
+    def add(
+        self, phase: Sequence[RecordedRollout], drafter: Any, plain: costs.Cost, engine: Engine, batch: int
+    ) -> None:
+        """Simulate a phase."""
+        for step in simulate(phase, drafter, engine, batch=batch):
+            self.request_steps += step.num_requests
+            self.verified += step.num_draft_tokens
+            for rollout, took in step.ended:
+                self.seconds[rollout.problem_id][1] += took
+        sizes = np.array([max(rollout.token_ids.size - 1, 0) for rollout in phase])
+        if not sizes.any():
+            return
+        starts, live = without_drafts(sizes, batch)
+        seconds = np.array([plain.whole_step(n, 0) for n in range(1, live.max() + 1)])[live - 1]
+        clock = np.append(0.0, np.cumsum(seconds / live))
+        for rollout, took in zip(phase, clock[starts + sizes] - clock[starts], strict=True):
+            self.seconds[rollout.problem_id][0] += took
+        self.num_tokens += int(sizes.sum())
+        self.tail_seconds += float(seconds[2 * live < live.max()].sum())
+
+    def figures(self) -> dict[str, Any]:
+        """Tokens per step, and how many times as fast phases are, with 5 and 95 % of the same for resampled prompts."""
+        seconds = np.array([took for took in self.seconds.values() if took.any()])  # not those of one token
+        (plain, ours), size, interval = seconds.sum(0), len(seconds), None
+        if size >= ENOUGH_PROMPTS:
+            rng = np.random.default_rng(0)
+            sums = [np.bincount(rng.integers(size, size=size), minlength=size) @ seconds for _ in range(RESAMPLED)]
+            interval = np.percentile([a / b for a, b in sums], [5, 95]).tolist()
+        return {
+            "prompts": size,
+            "tokens_per_step": self.num_tokens / self.request_steps,
+            "verified_per_step": self.verified / self.request_steps,
+            "speedup": plain / ours,
+            "interval": interval,
+            "tail": self.tail_seconds / plain,
+        }
+
+
+def simulate_run(
+    rollouts: Sequence[RecordedRollout], plain: costs.Cost, engine: Engine, batch: int
+) -> list[dict[str, Any]]:
+    """The figures of a run's first and later epochs, with at most `batch` requests at a time.
 
     A phase is what one policy version has sampled. Rollouts of a single version are phases of twice as many as run at a
     time; later epochs are then simulated with the second half of each prompt's samples, of which the first half is
     known.
     """
-    versions: dict[int, list[RecordedRollout]] = {}
+    versions: defaultdict[int, list[RecordedRollout]] = defaultdict(list)
     for rollout in rollouts:
-        versions.setdefault(rollout.policy_version, []).append(rollout)
-    if len(versions) > 1:
-        return _simulate([], [versions[version] for version in sorted(versions)], engine, batch)
-    problems = phases.by_problem(rollouts)
-    halves = [(problem[: len(problem) // 2], problem[len(problem) // 2 :]) for problem in problems if len(problem) > 1]
-    earlier = [rollout for half, _ in halves for rollout in half]
-    gains = _simulate([], _grouped(problems, batch), engine, batch)
-    return gains + (_simulate(earlier, _grouped([half for _, half in halves], batch), engine, batch) if halves else [])
+        versions[rollout.policy_version].append(rollout)
+    runs: list[tuple[list[RecordedRollout], list[list[RecordedRollout]]]] = [
+        ([], [versions[v] for v in sorted(versions)])
+    ]
+    if len(versions) == 1:
+        problems = by_problem(rollouts)
+        earlier = [rollout for problem in problems for rollout in problem[: len(problem) // 2]]
+        later = [problem[len(problem) // 2 :] for problem in problems if len(problem) > 1]
+        runs = [([], _phases(problems, batch)), (earlier, _phases(later, batch))]
+    epochs = {"first": Epoch(), "later": Epoch()}
+    for earlier, phases in runs:
+        # The host's drafter stands for the device's, which drafts much the same.
+        options = {"min_survival": 0.0} if engine.budget is None else {}
+        drafter = build_drafter("history", max_draft_tokens=engine.k, **options)
+        for rollout in earlier:
+            add_rollout(drafter, rollout)
+        sampled = {rollout.problem_id for rollout in earlier}
+        for phase in phases:
+            prompts = {rollout.problem_id for rollout in phase}
+            epoch = epochs["later" if 2 * len(prompts & sampled) > len(prompts) else "first"]
+            epoch.add(phase, drafter, plain, engine, batch)
+            sampled |= prompts
+    return [{"requests": batch, "epoch": n, **epoch.figures()} for n, epoch in epochs.items() if epoch.request_steps]
 
 
-def _grouped(problems: Sequence[Sequence[RecordedRollout]], batch: int) -> list[list[RecordedRollout]]:
-    """Phases of whole problems."""
+def _phases(problems: Sequence[Sequence[RecordedRollout]], batch: int) -> list[list[RecordedRollout]]:
+    """Of whole problems."""
     parts: list[list[RecordedRollout]] = []
     for problem in problems:
         if not parts or len(parts[-1]) >= max(2 * batch, 32):
@@ -166,96 +225,20 @@ def _grouped(problems: Sequence[Sequence[RecordedRollout]], batch: int) -> list[
     return parts
 
 
-def _simulate(
-    earlier: Sequence[RecordedRollout], parts: Sequence[list[RecordedRollout]], engine: Engine, batch: int
-) -> list[Gain]:
-    # The host's drafter stands for the device's, which drafts much the same.
-    drafter = build_drafter("history", max_draft_tokens=engine.k, min_survival=0.0)
-    sampled, gains = {rollout.problem_id for rollout in earlier}, []
-    decode = partial(phases.simulate, num_speculative_tokens=engine.k, batch=batch)
-    num_ended, num_rollouts, said = 0, sum(map(len, parts)), time.monotonic()
-    for rollout in earlier:
-        phases.add_rollout(drafter, rollout)
-    for phase in parts:
-        problems = {rollout.problem_id for rollout in phase}
-        steps = []
-        for step in decode(phase, drafter, engine.policy, engine.ours):
-            steps.append(step)
-            num_ended += len(step.ended)
-            if time.monotonic() - said > SECONDS_BETWEEN_LINES:
-                said = time.monotonic()
-                print(f"{batch} requests: {num_ended:,} of {num_rollouts:,} rollouts decoded again", file=sys.stderr)
-        is_later = 2 * len(problems & sampled) > len(problems)
-        sampled |= problems
-        if not steps:
-            continue
-        starts, ends, live = without_drafts([rollout.token_ids.size for rollout in phase], batch)
-        seconds = np.array([engine.plain.whole_step(n, 0) for n in range(1, live.max() + 1)])[live - 1]
-        clock = np.append(0.0, np.cumsum(seconds / live))
-        of_prompt = {problem_id: np.zeros(2) for problem_id in problems}
-        for rollout, took in zip(phase, clock[ends] - clock[starts], strict=True):
-            of_prompt[rollout.problem_id][0] += took
-        for rollout, took in (entry for step in steps for entry in step.ended):
-            of_prompt[rollout.problem_id][1] += took
-        gains.append(
-            Gain(
-                is_later=is_later,
-                num_tokens=int((ends - starts).sum()),
-                request_steps=sum(step.num_requests for step in steps),
-                verified=sum(step.num_draft_tokens for step in steps),
-                seconds=of_prompt,
-                tail_seconds=float(seconds[2 * live < live.max()].sum()),
-            )
-        )
-    return gains
-
-
-def without_drafts(lengths: Sequence[int], batch: int) -> tuple[Ints, Ints, Ints]:
-    """When each rollout of a phase begins and ends, in steps, and how many requests each step has, int64.
-
-    The first token of a rollout comes with its prompt and takes no step.
+def without_drafts(sizes: NDArray[np.int64], batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """In which step each rollout of a phase begins, and how many requests each step has, int64.
 
     Args:
-        lengths: Tokens of the rollouts, in the order in which they start. One has two or more.
+        sizes: int64, in how many steps each rollout is decoded, in the order in which they start. Not all 0.
         batch: Most at a time.
     """
-    free_from = [0] * batch  # the step from which each place is free, as a heap
-    starts = np.zeros(len(lengths), np.int64)
-    steps = np.maximum(np.array(lengths, np.int64) - 1, 0)
-    for i, length in enumerate(steps.tolist()):
-        if length:
-            starts[i] = free_from[0]
-            heapreplace(free_from, free_from[0] + length)
-    ends = starts + steps
-    changes = np.bincount(starts[steps > 0], minlength=ends.max() + 1) - np.bincount(ends[steps > 0])
-    return starts, ends, np.cumsum(changes)[:-1]
-
-
-def figures_of(gains: Sequence[Gain]) -> dict[str, Any]:
-    """Tokens per step, and how many times as fast phases are, with 5 % and 95 % of the same for resampled prompts."""
-    of_prompt: dict[int, costs.Floats] = {}
-    for gain in gains:
-        for problem_id, took in gain.seconds.items():
-            of_prompt[problem_id] = of_prompt.get(problem_id, 0.0) + took
-    seconds = np.array([took for took in of_prompt.values() if took.any()])  # not those with rollouts of one token
-    plain, ours = seconds.sum(0)
-    steps = sum(gain.request_steps for gain in gains)
-    return {
-        "prompts": len(seconds),
-        "tokens_per_step": sum(gain.num_tokens for gain in gains) / steps,
-        "verified_per_step": sum(gain.verified for gain in gains) / steps,
-        "speedup": plain / ours,
-        "interval": _interval(seconds) if len(seconds) >= ENOUGH_PROMPTS else None,
-        "tail": sum(gain.tail_seconds for gain in gains) / plain,
-    }
-
-
-def _interval(seconds: costs.Floats) -> list[float]:
-    rng, speedups = np.random.default_rng(0), []
-    for _ in range(RESAMPLED):
-        plain, ours = np.bincount(rng.integers(len(seconds), size=len(seconds)), minlength=len(seconds)) @ seconds
-        speedups.append(plain / ours)
-    return [float(bound) for bound in np.percentile(speedups, [5, 95])]
+    free_from, starts = [0] * batch, []  # the step from which each place is free, as a heap
+    for size in sizes.tolist():
+        starts.append(free_from[0])
+        heapreplace(free_from, free_from[0] + size)
+    ends = np.array(starts) + sizes
+    changes = np.bincount(starts, minlength=ends.max() + 1) - np.bincount(ends)
+    return np.array(starts), np.cumsum(changes)[:-1]
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:
@@ -267,37 +250,6 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
     if least.get("first", 0.0) >= WORTH_IT:
         return "worth it"
     return "worth it from the second epoch on" if least.get("later", 0.0) >= WORTH_IT else "not worth it"
-
-
-def _read(args: Namespace) -> list[RecordedRollout]:
-    if find_spec("pyarrow") is None:
-        raise ImportError(f"recordings are read with pyarrow: {install('estimate')}")
-    if not 1 <= args.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
-        raise ValueError(
-            f"-k must be between 1 and {MAX_SPECULATIVE_TOKENS} (vLLM's limit), got {args.num_speculative_tokens}"
-        )
-    if min(args.requests) < 1:
-        raise ValueError(f"--requests must be positive, got {min(args.requests)}")
-    tokenizer = None if args.tokenizer is None else load_tokenizer(args.tokenizer)
-    logs: list[list[RecordedRollout]] = []
-    unusable = []
-    for path in args.paths:
-        try:
-            logs.append(phases.read_rollouts(path, tokenizer))
-        except FileNotFoundError:  # a misspelt name
-            raise
-        except (OSError, ValueError) as error:
-            unusable.append(str(error))
-    if not logs:
-        raise ValueError(unusable[0])
-    rollouts, num_copies = phases.without_copies(logs)
-    if num_copies:
-        print(f"{num_copies:,} copies of rollouts are left out; the earliest step of each counts", file=sys.stderr)
-    if unusable:
-        print(f"{len(unusable):,} of {len(args.paths):,} files are left out, first {unusable[0]}", file=sys.stderr)
-    if all(rollout.token_ids.size < 2 for rollout in rollouts):
-        raise ValueError("all rollouts have one token: there is nothing to draft")
-    return rollouts
 
 
 def _line(row: dict[str, Any], has_costs: bool) -> str:

@@ -1,37 +1,35 @@
-"""What an engine's steps take on a GPU: measured times, or an estimate from the model's and the GPU's sizes.
+"""What an engine's steps take on a GPU, in seconds: measured, or estimated from the model's and the GPU's sizes.
 
-Scheduling is asynchronous: a step takes little longer than the device, or than the host if that takes longer. Seconds
-unless said otherwise. `experiments/costs/beside_phases.py` shows estimates beside what was measured.
+`experiments/costs/beside_phases.py` shows estimates beside what was measured.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.checks import integer, number
-from rollout_spec.step_sizes import LARGEST_CUT, LARGEST_GRAPH, MEASURED_CONTEXT, known_costs
+from rollout_spec.schedule import LARGEST_GRAPH, MEASURED_CONTEXT
 
 Floats = NDArray[np.float64]
-
-# The model.
-PEAKS = {"h100": (3.35e12, 989e12), "h200": (4.8e12, 989e12), "a100": (2.04e12, 312e12)}
-"""Bytes and dense bf16 operations per second in NVIDIA's data sheets, SXM, A100 with 80 GB."""
-BYTES_SHARE, FLOPS_SHARE = 0.8, 0.7
-"""What share of them kernels reach: estimates, which MEASURED_SHARE corrects."""
-SHARPNESS = 4
-"""Where reading weights and computing take about the same time, kernels reach less of either: the two times to this
-power are added. At equal times that is 1.19 times as long as either. An estimate."""
-TOKENS = np.unique(np.append(2.0 ** np.arange(0, 14.25, 0.25), 2049.0).round())
-"""Points of the curves: four per doubling, and the first size beyond the largest graph."""
 MAX_SIZE = 2**40
 """Of a model's sizes and a step's milliseconds; sums of larger numbers might not be finite."""
+
+# The model on the device.
+PEAKS = {"h100": (3.35e12, 989e12), "h200": (4.8e12, 989e12), "a100": (2.04e12, 312e12)}
+"""Bytes and dense bf16 operations per second in NVIDIA's data sheets, SXM, A100 with 80 GB."""
+BYTES_SHARE, FLOPS_SHARE, SHARPNESS = 0.8, 0.7, 4
+"""The share of them that kernels reach, and the power to which the times of reading and of computing are added, as
+kernels reach less of either where both are alike. Estimates, which MEASURED_SHARE corrects."""
+TOKENS = np.unique(np.append(2.0 ** np.arange(0, 14.25, 0.25), 2049.0).round())
+"""Points of the curves: four per doubling, and the first size beyond the largest graph."""
 MEASURED_TOKENS = 1, 16, 24, 32, 48, 64, 96, 128, 192, 256, 288, 384, 512, 768, 1024
 LARGE_STEPS = 0.97, 1.16, 0.95, 0.92, 0.86, 0.85
 MEASURED_SHARE = {
@@ -41,44 +39,30 @@ MEASURED_SHARE = {
 """By a step's tokens, what was measured over the formula. A100: means of steps that verify drafts, of Qwen2.5-7B, 14B
 and Llama-3.1-8B with contexts of 256 to 1,024, vLLM 0.11.2 (arXiv:2606.18967, `sd_toggle/configs` of
 github.com/furiosa-ai/EfficientRollout at 0ff0bc5). H100: of a 7B model to 192 tokens, vLLM 0.31 (`by_size` in
-experiments/results/bench_phase.jsonl, medians of quiet steps); its larger steps waited for the host, so they are the
-A100's."""
+experiments/results/bench_phase.jsonl); its larger steps waited for the host, so they are the A100's."""
 VERIFYING = {"a100": 0.55e-6}
-"""Seconds per token of context that a step takes longer if a request has more than one token: with 4,096 it was 2.3 ms
-there, with one request as with eight. FlashAttention 3, of Hopper, is taken to have no such loss."""
+"""Seconds per token of context that a step takes longer if a request has more than one token, measured with 4,096."""
 CONTEXT = 1024
-"""Tokens in a request's KV cache. Longer ones take drafts and plain steps the same time more, which favours drafts."""
-KERNELS_PER_LAYER, KERNEL = 10, 1.5e-6
-"""Kernels of a layer, and what each begins and ends with inside a CUDA graph: estimates."""
-LAUNCH = 7e-6
-"""Launching one kernel, estimated by reading: 0.6 ms for the 87 kernels that we once added to a step."""
+"""Tokens in a request's KV cache."""
+KERNELS_PER_LAYER, KERNEL, LAUNCH, PIECEWISE_LAUNCHES = 10, 1.5e-6, 7e-6, 3
+"""Estimates: kernels of a layer, what each takes besides its work in a CUDA graph, what launching one takes, and a
+layer's launches where requests have different numbers of draft tokens."""
+SAMPLE, SCAN_ROW, FEATURES = 80e-6, 0.31e-6, 12e-6
+"""Sampling per step and row of logits, and features per step with drafts, on an H100 (bench_verify.jsonl)."""
 
-# Ours on the device, as replayed from CUDA graphs on an H100 (bench_verify.jsonl, bench_device.jsonl).
-SAMPLE, SCAN_ROW = 80e-6, 0.31e-6
-"""Sampling per step and per row of logits, of 144 to 4,608 rows with drafts. Steps without drafts are charged the same,
-though 256 and 512 rows take twice as long."""
-DRAFT_CALL, DRAFT_REQUEST = 110e-6, 0.3e-6
-"""Drafting, per step and per request: between what it takes with 0.1 and with 1 million tokens of rollouts."""
-FEATURES = 12e-6
-"""What they add to sampling, per step."""
-
-# The host: per step, and per request of a step.
-HOST_STEP, HOST_REQUEST = 2.2e-3, 35e-6
-"""Scheduling, preparing, launching and reading a step in vLLM 0.31, beside an H100, for whose steps of a 1.5B model the
-device waits. Lines through the medians in `by_size` of experiments/results/bench_phase.jsonl have 2.4 to 2.9 ms, which
-includes what few requests take the device, and 32 to 48 us."""
-HOST_STEP_WITH_DRAFTS, HOST_REQUEST_WITH_DRAFTS = 4.8e-3, 48e-6
-"""With the device drafter and adaptive verification: lines have 4.7 to 5.7 ms and 44 to 57 us. Of the difference about
-half is vLLM's."""
-HOST_LEARNING = 0.8e-3
-"""Our sampler, requests that begin and end, and learning what a step has sampled, while nothing is drafted: estimated
-from what those took in steps with drafts (experiments/results/README.md)."""
-FEWER_CALLS, DRAFTS_LEFT = 0.55e-3, 0.25
-"""What calls towards the device were spared since then: seconds per step, and of what drafts add per step so much is
-left. By counting calls, 30 in place of 80; no GPU has timed it."""
-FURTHER_PASS_REQUEST = 17e-6
-"""Of each further forward pass of a step (`num_passes.py`), an estimate. Besides, it has some 20 calls, which at 85 us
-take 1.7 ms, and less where they are graphs."""
+# What follows is per step and per request of a step.
+Pair = tuple[float, float]
+DRAFT, HOST_DRAFT = (110e-6, 0.3e-6), (160e-6, 10.5e-6)
+"""Drafting: on an H100 (bench_device.jsonl), and on the host in V2 with K = 8 (measured at 5505d49)."""
+HOST, HOST_WITH_DRAFTS = (2.2e-3, 35e-6), (4.8e-3, 48e-6)
+"""A step of vLLM 0.31 beside an H100, with drafts as they were measured (bench_phase.jsonl)."""
+LEARNING, FEWER_CALLS, DRAFTS_LEFT = 0.8e-3, 0.55e-3, 0.25
+"""Of the difference, what steps without drafts take, too (an estimate). What calls towards the device were spared since
+then, and the share that is left of what drafts add: by counting 30 calls in place of 80. No GPU has timed it."""
+FURTHER_PASS, FURTHER_PASS_REQUEST = 1.7e-3, 17e-6
+"""Each further forward pass of a step: some 20 calls of 85 us, an estimate, and less where they are graphs."""
+HOST_VERIFYING = 1.2e-3
+"""What our sampler takes the host more than vLLM's, of a step of 64 requests (experiments/results/README.md)."""
 OVERLAP = 3
 """Where device and host take about the same time, they wait for each other: the two times to this power are added.
 Chosen beside the phases of bench_phase.jsonl, for which the longer of the two was too short."""
@@ -87,24 +71,21 @@ Chosen beside the phases of bench_phase.jsonl, for which the longer of the two w
 class EngineCost(NamedTuple):
     """Seconds of a step by its tokens, interpolated linearly; beyond the last point with the upper half's mean slope.
 
-    `tokens` and `seconds` are float64 [n] with n >= 2; tokens rise, seconds do not fall. Pairs are seconds per step and
-    seconds per request of a step.
+    Attributes:
+        tokens, seconds: float64 [n] with n >= 2; tokens rise, seconds do not fall.
+        request_seconds: Per request in every step: reading its KV cache, and what else is not hidden.
+        verify_seconds: More of a step with draft tokens.
+        draft_seconds: Of drafting, in steps that ask the drafter.
+        host_seconds: Of every step, more with drafts (also if none is verified), and of each forward pass after the
+            first. The host works while the device computes; see OVERLAP.
     """
 
     tokens: Floats
     seconds: Floats
     request_seconds: float = 0.0
-    """Seconds per request in every step, besides its tokens: reading its KV cache, and what else is not hidden."""
     verify_seconds: float = 0.0
-    """Extra seconds of a step with draft tokens."""
-    draft_seconds: tuple[float, float] = (0.0, 0.0)
-    """Of drafting, in steps that ask the drafter."""
-    host_seconds: tuple[float, float] = (0.0, 0.0)
-    """With asynchronous scheduling the host works while the device computes. See OVERLAP."""
-    drafting_host_seconds: tuple[float, float] = (0.0, 0.0)
-    """What drafts add to `host_seconds`, also if none of them is verified."""
-    further_host_seconds: tuple[float, float] = (0.0, 0.0)
-    """Of each forward pass of a step after the first."""
+    draft_seconds: Pair = (0.0, 0.0)
+    host_seconds: tuple[Pair, Pair, Pair] = ((0.0, 0.0), (0.0, 0.0), (0.0, 0.0))
 
     def steps(self, num_tokens: Any) -> Floats:
         """Seconds of steps without drafts, float64 of the shape of `num_tokens`."""
@@ -119,16 +100,13 @@ class EngineCost(NamedTuple):
 
     def host(self, num_requests: int, *, is_drafting: bool = True, num_passes: int = 1) -> float:
         """Seconds of the host."""
-        times = 1, is_drafting, num_passes - 1
-        parts = self.host_seconds, self.drafting_host_seconds, self.further_host_seconds
-        return sum(n * (step + request * num_requests) for n, (step, request) in zip(times, parts, strict=True))
+        parts = zip((1, is_drafting, num_passes - 1), self.host_seconds, strict=True)
+        return sum(n * (step + request * num_requests) for n, (step, request) in parts)
 
-    def whole_step(
-        self, num_requests: int, num_draft_tokens: int, *, is_drafting: bool = True, num_passes: int = 1
-    ) -> float:
-        """Seconds of a step whose passes have so many tokens each, without those of the drafter on the device."""
-        seconds = self.steps(num_requests + num_draft_tokens) + self.request_seconds * num_requests
-        seconds = num_passes * (seconds + self.verify_seconds * (num_draft_tokens > 0))
+    def whole_step(self, num_requests: int, num_drafts: int, *, is_drafting: bool = True, num_passes: int = 1) -> float:
+        """Seconds of a step whose passes have so many draft tokens each, without drafting on the device."""
+        seconds = self.steps(num_requests + num_drafts) + self.request_seconds * num_requests
+        seconds = num_passes * (seconds + self.verify_seconds * (num_drafts > 0))
         host = self.host(num_requests, is_drafting=is_drafting, num_passes=num_passes)
         return float((seconds**OVERLAP + host**OVERLAP) ** (1 / OVERLAP))
 
@@ -176,48 +154,50 @@ def shape_of(model: str) -> Shape:
         raise ValueError(f"--model must be one of {', '.join(SHAPES)} or a path of a config.json, got {model!r}")
     try:
         config = json.loads(path.read_text())
-        config = config.get("text_config", config)
+        return _shape_of_config(config.get("text_config", config))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is no config.json of a transformer that can be estimated: {error!r}") from error
 
-        def size(name: str, default: int | None = None, *, least: int = 1, most: int = MAX_SIZE) -> int:
-            if default is not None and config.get(name) is None:
-                return default
-            return integer(f"{path}: {name}", config[name], least, most)
 
-        hidden, layers, heads = size("hidden_size"), size("num_hidden_layers"), size("num_attention_heads")
-        kinds = " ".join(config.get("layer_types") or ())
-        if config.get("kv_lora_rank") or "linear" in kinds or "mamba" in kinds:
-            raise ValueError(f"{path}: compressed or recurrent attention is not estimated: give --step-times")
-        kv_heads, head = size("num_key_value_heads", heads), size("head_dim", hidden // heads)
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        experts = next((size(name) for name in names if config.get(name)), 0)
-        width = size("moe_intermediate_size", size("intermediate_size", 0))
-        with_experts = max(layers - size("first_k_dense_replace", 0, least=0), 0) if experts else 0
-        of_experts = with_experts * experts * 3 * hidden * width
-        shared = size("shared_expert_intermediate_size", size("n_shared_experts", 0, least=0) * width, least=0)
-        dense = with_experts * 3 * hidden * shared
-        if layers > with_experts:
-            dense += (layers - with_experts) * 3 * hidden * size("intermediate_size")
-        words = size("vocab_size") * hidden * (1 if config.get("tie_word_embeddings") else 2)
-        parameters = of_experts + dense + words + layers * 2 * hidden * head * (heads + kv_heads)
-        used = size("num_experts_per_tok", most=experts) / experts if experts else 1.0
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is no config.json of a transformer: {error!r}") from error
+def _shape_of_config(config: Mapping[str, Any]) -> Shape:
+    def size(name: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        value = config.get(name) or default
+        return integer(name, config[name] if value is None else value, int(default is None), most)
+
+    kinds = " ".join(config.get("layer_types") or ())
+    if config.get("kv_lora_rank") or "linear" in kinds or "mamba" in kinds:
+        raise ValueError("with compressed or recurrent attention give --step-times")
+    hidden, layers, heads = size("hidden_size"), size("num_hidden_layers"), size("num_attention_heads")
+    kv_heads, head = size("num_key_value_heads", heads), size("head_dim", hidden // heads)
+    experts = size("num_experts", size("num_local_experts", size("n_routed_experts", 0)))
+    width = size("moe_intermediate_size", size("intermediate_size", 0))
+    with_experts = max(layers - size("first_k_dense_replace", 0), 0) if experts else 0
+    shared = size("shared_expert_intermediate_size", size("n_shared_experts", 0) * width)
+    dense = (layers - with_experts) * size("intermediate_size") if layers > with_experts else 0
+    of_experts = 3 * hidden * width * with_experts * experts
+    words = size("vocab_size") * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    attention = layers * 2 * hidden * head * (heads + kv_heads)
+    parameters = of_experts + 3 * hidden * (with_experts * shared + dense) + words + attention
+    used = size("num_experts_per_tok", most=experts) / experts if experts else 1.0
     return Shape(parameters, layers, layers * 2 * kv_heads * head * 2, of_experts, used)
 
 
-def sampling_seconds(*, drafts: bool) -> Floats:
-    """Seconds of sampling after the model has run, by TOKENS; what features cost is added where there are drafts."""
-    return SAMPLE + SCAN_ROW * TOKENS + FEATURES * drafts
+Place = Literal["device", "host"]
 
 
 def step_cost(
-    shape: Shape, gpu: str, *, drafts: bool, context: float = CONTEXT, further_pass: float | None = None
+    shape: Shape,
+    gpu: str,
+    drafter: Place | None,
+    *,
+    context: float = CONTEXT,
+    further_pass: float | None = FURTHER_PASS,
 ) -> EngineCost:
-    """A model's steps, estimated.
+    """A model's steps, estimated. With the drafter on the host, host and device work one after the other.
 
     Args:
         gpu: In PEAKS.
-        drafts: Whether the device drafts, with features.
+        drafter: Where it runs, with features; None: stock vLLM.
         context: Tokens in a request's KV cache.
         further_pass: What a step's further forward passes take the host, each. None: steps have one pass and, with
             drafts, as many calls as when they were measured.
@@ -228,94 +208,80 @@ def step_cost(
     device = np.power(weights**SHARPNESS + (per_token * TOKENS) ** SHARPNESS, 1 / SHARPNESS)
     device += shape.layers * KERNELS_PER_LAYER * KERNEL
     device = np.maximum.accumulate(device * np.interp(TOKENS, MEASURED_TOKENS, share))
-    # An engine without speculation, whose graphs end at 512 tokens, never gets beyond them. Where vLLM cuts drafts they
-    # end at `LARGEST_CUT`, but launching those steps' kernels takes less time than the device computes.
+    # Graphs end earlier without speculation, whose steps are smaller, and where vLLM cuts drafts, but there launching
+    # takes less time than the device computes.
     launches = np.where(TOKENS > LARGEST_GRAPH, KERNELS_PER_LAYER * shape.layers * LAUNCH, 0.0)
-    is_measured = further_pass is None
-    more = (HOST_STEP_WITH_DRAFTS - HOST_STEP - HOST_LEARNING) * (1.0 if is_measured else DRAFTS_LEFT)
-    return EngineCost(
+    sampling = SAMPLE + SCAN_ROW * TOKENS + FEATURES * (drafter is not None)
+    cost = EngineCost(
         TOKENS,
-        np.maximum(device, launches) + sampling_seconds(drafts=drafts),
+        np.maximum(device, launches) + sampling,
         request_seconds=context * shape.cache_bytes / bandwidth,
         verify_seconds=context * VERIFYING.get(gpu, 0.0),
-        draft_seconds=(DRAFT_CALL * drafts, DRAFT_REQUEST * drafts),
-        host_seconds=(HOST_STEP + (HOST_LEARNING - FEWER_CALLS * (not is_measured)) * drafts, HOST_REQUEST),
-        drafting_host_seconds=(more * drafts, (HOST_REQUEST_WITH_DRAFTS - HOST_REQUEST) * drafts),
-        further_host_seconds=(further_pass or 0.0, FURTHER_PASS_REQUEST),
+        host_seconds=(HOST, (0.0, 0.0), (further_pass or 0.0, FURTHER_PASS_REQUEST)),
     )
+    if drafter == "host":
+        launching = shape.layers * LAUNCH * PIECEWISE_LAUNCHES + sampling
+        return cost._replace(
+            seconds=np.maximum(cost.seconds, launching) + HOST[0] + HOST_VERIFYING,
+            request_seconds=cost.request_seconds + HOST[1],
+            draft_seconds=HOST_DRAFT,
+            host_seconds=UNIT_COST.host_seconds,
+        )
+    if drafter == "device":
+        spared, left = (0.0, 1.0) if further_pass is None else (FEWER_CALLS, DRAFTS_LEFT)
+        of_drafts = (HOST_WITH_DRAFTS[0] - HOST[0] - LEARNING) * left, HOST_WITH_DRAFTS[1] - HOST[1]
+        every_step = HOST[0] + (LEARNING - spared), HOST[1]
+        return cost._replace(draft_seconds=DRAFT, host_seconds=(every_step, of_drafts, cost.host_seconds[2]))
+    return cost
 
 
-KnownSeconds = Callable[[int, NDArray[np.int64], int], Floats]
-"""What an engine knows of forward passes: seconds, float64 [N], by their requests, their numbers of tokens and how many
-a step has."""
-
-
-def measured_by_vllm(shape: Shape, gpu: str, further_pass: float | None = None) -> KnownSeconds:
-    """What an engine with adaptive verification measures at its start.
-
-    With `MEASURED_CONTEXT` tokens of context for each token (`adaptive.py`), but at least the host's time
-    (`host_time.py`). further_pass: As of `step_cost`.
-    """
-    cost = step_cost(shape, gpu, drafts=True, further_pass=further_pass)
+def measured_by_vllm(shape: Shape, gpu: str) -> EngineCost:
+    """What an engine knows: vLLM measures passes at its start, with `MEASURED_CONTEXT` tokens of context per token."""
+    cost = step_cost(shape, gpu, "device")
     per_token = MEASURED_CONTEXT * shape.cache_bytes / (BYTES_SHARE * PEAKS[gpu][0])
-
-    def seconds(num_requests: int, num_tokens: NDArray[np.int64], num_passes: int) -> Floats:
-        device = cost.steps(num_tokens) + per_token * num_tokens + cost.draft_seconds[0]
-        host = cost.host(num_requests, num_passes=num_passes) / num_passes
-        return known_costs(device, host, num_tokens, LARGEST_CUT)
-
-    return seconds
-
-
-def measured_curve(milliseconds: Mapping[int, Mapping[int, float]]) -> KnownSeconds:
-    """The same of measured steps, of which it knows the time by their tokens alone. See `MeasuredCost`."""
-    times: dict[int, list[float]] = {}
-    for k, of_requests in milliseconds.items():
-        for num_requests, ms in of_requests.items():
-            times.setdefault(num_requests * (1 + k), []).append(ms / 1e3)
-    tokens = sorted(times)
-    curve = EngineCost(np.array(tokens, float), np.maximum.accumulate([np.mean(times[size]) for size in tokens]))
-    return lambda num_requests, num_tokens, num_passes: curve.steps(num_tokens)
+    return EngineCost(TOKENS, cost.seconds + per_token * TOKENS + cost.draft_seconds[0])
 
 
 class MeasuredCost:
-    """Steps that were measured, by requests and draft tokens of each.
+    """Steps that were measured, by requests and draft tokens of each, and interpolated between them.
 
-    Between them times are interpolated. With more requests a step takes as long as with the most, in proportion to the
-    requests. K must not be larger than what was measured.
+    With more requests a step takes as long as with the most, in proportion to the requests. K must not be larger than
+    what was measured.
 
     Args:
-        milliseconds: By K: (requests, milliseconds) of steps with so many draft tokens per request, K = 0 among them.
-        drafts: Add what our drafter takes.
+        milliseconds: By K and requests, K = 0 among them.
+
+    Attributes:
+        by_tokens: The same, by the tokens of a step alone.
     """
 
-    def __init__(self, milliseconds: Mapping[int, Mapping[int, float]], *, drafts: bool) -> None:
+    def __init__(self, milliseconds: Mapping[int, Mapping[int, float]]) -> None:
         self._ks = np.array(sorted(milliseconds), np.float64)
         self._curves = [np.array(sorted(milliseconds[int(k)].items())).T for k in self._ks]
-        self._drafts = drafts
+        times: defaultdict[int, list[float]] = defaultdict(list)
+        for k, of_requests in milliseconds.items():
+            for num_requests, ms in of_requests.items():
+                times[num_requests * (1 + k)].append(ms / 1e3)
+        tokens, means = np.array([(size, np.mean(times[size])) for size in sorted(times)]).T
+        self.by_tokens = EngineCost(tokens, np.maximum.accumulate(means))
 
-    def whole_step(
-        self, num_requests: float, num_draft_tokens: float, *, is_drafting: bool = True, num_passes: int = 1
-    ) -> float:
+    def whole_step(self, num_requests: int, num_drafts: int, *, is_drafting: bool = True, num_passes: int = 1) -> float:
         """As of `EngineCost`, with the host's time in what was measured."""
         times = [np.interp(num_requests, *curve) * max(num_requests / curve[0][-1], 1.0) for curve in self._curves]
-        seconds = float(np.interp(num_draft_tokens / num_requests, self._ks, times)) / 1e3
-        return num_passes * (seconds + FEATURES * self._drafts)
+        return num_passes * float(np.interp(num_drafts / num_requests, self._ks, times)) / 1e3
 
     def drafting(self, num_requests: int) -> float:
-        """As of `EngineCost`."""
-        return (DRAFT_CALL + DRAFT_REQUEST * num_requests) * self._drafts
+        """As of `EngineCost`, with features."""
+        return FEATURES + DRAFT[0] + DRAFT[1] * num_requests
 
 
 Cost = EngineCost | MeasuredCost
-
-
 SIZE_COLUMNS = {"context": 0, "num_speculative_tokens": 0, "requests": 1}
 """Of a CSV of step times, with the least that each may be."""
 
 
 def read_step_times(path: Path, model: str | None, context: float) -> dict[int, dict[int, float]]:
-    """What `MeasuredCost` takes, from a CSV with the columns model, median_ms and those in SIZE_COLUMNS.
+    """What `MeasuredCost` takes, from a CSV with the columns model, median_ms and those of SIZE_COLUMNS.
 
     Args:
         model: Whose rows; None: there is only one.
@@ -325,21 +291,18 @@ def read_step_times(path: Path, model: str | None, context: float) -> dict[int, 
         ValueError: columns or rows are missing, or a number in them is none or impossible.
         OSError: the file cannot be read.
     """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = [
-                (row["model"], [int(row[name]) for name in SIZE_COLUMNS], float(row["median_ms"]))
-                for row in csv.DictReader(file)
-            ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} has not the columns of step times, or no numbers in them: {error!r}") from error
     times: dict[str, dict[int, dict[int, dict[int, float]]]] = {}  # by model, context, K and requests
-    for place, (name, sizes, ms) in enumerate(rows, 1):
-        for (column, least), size in zip(SIZE_COLUMNS.items(), sizes, strict=True):
-            integer(f"{path}, row {place}: {column}", size, least, MAX_SIZE)
-        number(f"{path}, row {place}: median_ms", ms, lambda ms: 0 < ms < MAX_SIZE, "positive and finite")
-        of_context, k, num_requests = sizes
-        times.setdefault(name, {}).setdefault(of_context, {}).setdefault(k, {})[num_requests] = ms
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        rows = list(csv.DictReader(file))
+    for place, row in enumerate(rows, 1):
+        try:
+            sizes = [integer(name, int(row[name]), least, MAX_SIZE) for name, least in SIZE_COLUMNS.items()]
+            of_context, k, num_requests = sizes
+            ms = number("median_ms", float(row["median_ms"]), lambda ms: 0 < ms < MAX_SIZE, "positive and finite")
+            times.setdefault(row["model"], {}).setdefault(of_context, {}).setdefault(k, {})[num_requests] = ms
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"has no column {error}" if isinstance(error, KeyError) else f"is wrong: {error}"
+            raise ValueError(f"{path}, row {place} {what}") from error
     if model is None and len(times) == 1:
         (model,) = times
     if model not in times:

@@ -1,4 +1,4 @@
-"""The noise of `host.py` as torch tensors, on any device: its hash runs on int64 tensors as on NumPy's arrays."""
+"""The noise of `host.py` as torch tensors, on CPUs and CUDA devices: its hash takes int64 tensors like NumPy arrays."""
 
 from __future__ import annotations
 

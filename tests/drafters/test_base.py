@@ -99,8 +99,7 @@ def test_what_a_derived_class_overrides_is_called(method):
 @pytest.mark.parametrize("index", ["suffix", "ngram"])
 def test_late_tokens_are_context_at_once_and_candidates_once_they_are_indexed(index):
     drafter = HistoryDrafter(index, max_draft_tokens=K, min_survival=0.0)
-    drafting = drafting_with(drafter)
-    drafting.index_late()
+    drafting = drafting_with(drafter, index_late=True)
     for req_id in "ab":
         drafter.start_request(req_id, [1, 2], problem_id=0)
 
@@ -121,8 +120,7 @@ def test_late_tokens_are_context_at_once_and_candidates_once_they_are_indexed(in
 
 def test_a_rollout_can_end_before_its_last_tokens_are_indexed():
     drafter = HistoryDrafter(max_draft_tokens=K, max_history_tokens=64)
-    drafting = drafting_with(drafter)
-    drafting.index_late()
+    drafting = drafting_with(drafter, index_late=True)
     for i in range(20):
         drafter.start_request(str(i), [1, 2], problem_id=0)
         drafting.learn(sampled(drafter.table, rows_of(drafting, [str(i)]), [range(40)]))
@@ -137,9 +135,7 @@ def test_a_rollout_can_end_before_its_last_tokens_are_indexed():
 @pytest.mark.parametrize("is_late", [False, True])
 def test_what_could_not_be_indexed_is_indexed_later(monkeypatch, is_late):
     drafter, reserve = HistoryDrafter(max_draft_tokens=K), suffix.reserve
-    drafting = drafting_with(drafter)
-    if is_late:
-        drafting.index_late()
+    drafting = drafting_with(drafter, index_late=is_late)
     drafter.start_request("a", [1, 2])
     drafter.update_index()
     step_of_a = sampled(drafter.table, rows_of(drafting, "a"), [range(200)])

@@ -11,32 +11,30 @@ import pytest
 from rollout_spec.budget import Budget
 from rollout_spec.cli import main
 from rollout_spec.drafters import build_drafter
-from rollout_spec.estimate import phases
-from rollout_spec.estimate.command import Engine, figures_of, simulate_run, verdict, without_drafts
+from rollout_spec.estimate.command import _phases, simulate_run, verdict, without_drafts
 from rollout_spec.estimate.costs import (
     SHAPES,
     UNIT_COST,
     EngineCost,
     MeasuredCost,
-    measured_curve,
     read_step_times,
     shape_of,
     step_cost,
 )
 from rollout_spec.estimate.phases import (
-    Adaptive,
+    Engine,
     RecordedRollout,
     RecordedTarget,
     add_rollout,
     by_problem,
     read_rollouts,
     simulate,
-    without_copies,
 )
 from rollout_spec.features import FEATURE_WORDS
 from rollout_spec.history.folder import HistoryFolder, Origin
 from rollout_spec.history.logs import read
-from rollout_spec.measured_schedule import MeasuredSchedule
+from rollout_spec.num_passes import NumPasses
+from rollout_spec.schedule import Schedule
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID
 
 pytest.importorskip("pyarrow")
@@ -71,17 +69,17 @@ def test_nothing_is_known_after_a_difference():
 
 
 def test_what_a_user_has_is_read(tmp_path, capsys):
-    lines = [{"prompt_ids": [1, 2] * 40, "completion_ids": [3, 4], "step": k // 2} for k in range(4)]
+    lines = [{"prompt_ids": [1, 2] * 40, "completion_ids": [3, 4 + k], "step": k // 2} for k in range(4)]
     (tmp_path / "ids.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"prompt_ids": [1]}]))
-    rollouts = read_rollouts(str(tmp_path / "ids.jsonl"))
+    rollouts = read_rollouts([str(tmp_path / "ids.jsonl")])
     assert "1 left out" in capsys.readouterr().err
     assert [r.policy_version for r in rollouts] == [0, 0, 1, 1]
-    assert all(r.prompt_token_ids.tolist() == [1, 2] * 40 and r.token_ids.tolist() == [3, 4] for r in rollouts)
+    assert all(r.prompt_token_ids.tolist() == [1, 2] * 40 and r.token_ids.tolist()[:1] == [3] for r in rollouts)
     folder = HistoryFolder(str(tmp_path / "history"), Origin())
     logged = [rollout for rollout, _ in read(tmp_path / "ids.jsonl", None, lambda number, reason: None)]
     folder.write([rollout._replace(features=np.ones((2, FEATURE_WORDS), np.int64)) for rollout in logged[:2]])
     folder.write(logged[2:])
-    kept = read_rollouts(str(tmp_path / "history"))
+    kept = read_rollouts([str(tmp_path / "history")])
     assert [(r.problem_id, r.policy_version) for r in kept] == [(r.problem_id, r.policy_version) for r in rollouts]
     assert [r.features is not None for r in kept] == [True, True, False, False]
     assert [r.mean_context for r in kept] == [r.mean_context for r in rollouts]  # a folder keeps the prompts' ends
@@ -107,9 +105,9 @@ def a_log(path, steps=4, prompts=10, group=2):
 
 def test_a_run_is_decoded_step_by_step_and_its_later_epochs_are_told_apart(tmp_path, capsys):
     log, out = a_log(tmp_path / "log.jsonl"), tmp_path / "x.json"
-    assert main(["estimate", log, "--gpu", "h100", "--model", "7b", "--requests", "4", "16", "--json", str(out)]) == 0
+    assert main(["estimate", log, "--gpu", "h100", "--model", "7b", "--requests", "20", "16", "--json", str(out)]) == 0
     rows = json.loads(out.read_text())
-    assert [f"{row['requests']} {row['epoch']}" for row in rows] == ["4 first", "4 later", "16 first", "16 later"]
+    assert [f"{row['requests']} {row['epoch']}" for row in rows] == ["20 first", "20 later", "16 first", "16 later"]
     for first, later in (rows[:2], rows[2:]):
         assert later["tokens_per_step"] > 1.5 * first["tokens_per_step"]
         for row in (first, later):
@@ -123,45 +121,26 @@ def test_a_run_is_decoded_step_by_step_and_its_later_epochs_are_told_apart(tmp_p
     assert "times as fast" not in capsys.readouterr().out
 
 
-def three_generations():
-    """Rollouts that have nothing in common."""
+def test_copies_in_later_logs_are_no_later_epochs(tmp_path, capsys):
+    """Each generation stands in the next two steps' files, too, of which the last one is named first."""
     words = np.random.default_rng(0).integers(0, 30_000, (48, 120)).tolist()
-    return [
-        {"prompt_ids": [number // 4], "completion_ids": said, "step": 3 * (number // 16)}
-        for number, said in enumerate(words)
-    ]
-
-
-def again(rows, later):
-    return [{**row, "step": row["step"] + later} for row in rows]
-
-
-OVERLAPPING = {
-    "each generation in the next step's log, too": lambda rows: [[*rows, *again(rows, 1)]],
-    "shuffled": lambda rows: [np.random.default_rng(1).permutation([*rows, *again(rows, 1)]).tolist()],
-    "a file for each step, the last first": lambda rows: [[row] for row in [*again(rows, 2), *again(rows, 1), *rows]],
-    "one within another": lambda rows: [rows[16:32], rows],
-}
-
-
-@pytest.mark.parametrize("name", OVERLAPPING)
-def test_copies_in_logs_are_no_later_epochs(tmp_path, name):
-    rows = three_generations()
-    logs = [write_log(tmp_path / f"{n}.jsonl", log) for n, log in enumerate(OVERLAPPING[name](rows))]
-    rollouts, num_copies = without_copies([read_rollouts(log) for log in logs])
+    rows = [{"prompt_ids": [n // 4], "completion_ids": said, "step": 3 * (n // 16)} for n, said in enumerate(words)]
+    logged = [{**row, "step": row["step"] + later} for later in (2, 1, 0) for row in rows]
+    rollouts = read_rollouts([write_log(tmp_path / f"{n}.jsonl", [row]) for n, row in enumerate(logged)])
     found = [(rollout.policy_version, rollout.token_ids.tolist()) for rollout in rollouts]
     assert sorted(found) == sorted((row["step"], row["completion_ids"]) for row in rows)
-    assert num_copies == sum(map(len, OVERLAPPING[name](rows))) - 48
+    assert "96 copies of rollouts are left out" in capsys.readouterr().err
 
 
 def test_of_a_single_version_half_of_the_samples_is_an_earlier_epoch(tmp_path):
-    rollouts = read_rollouts(a_log(tmp_path / "log.jsonl", steps=1, prompts=20, group=4))
-    engine = Engine(UNIT_COST, UNIT_COST, lambda num_requests: 8, 8)
-    gains = simulate_run(rollouts, engine, 8)
-    assert [gain.is_later for gain in gains] == [False] * 3 + [True] * 2, "of at least 32 rollouts and whole prompts"
-    assert sum(gain.num_tokens for gain in gains) == (80 + 40) * 59
+    rollouts = read_rollouts([a_log(tmp_path / "log.jsonl", steps=1, prompts=20, group=4)])
+    assert [len(phase) for phase in _phases(by_problem(rollouts), 8)] == [32, 32, 16]
+    first, later = simulate_run(rollouts, UNIT_COST, Engine(UNIT_COST, 8), 8)
+    assert (first["epoch"], later["epoch"]) == ("first", "later")
+    assert later["tokens_per_step"] > 1.2 * first["tokens_per_step"]
     alone = [rollout._replace(problem_id=number) for number, rollout in enumerate(rollouts)]
-    assert not any(gain.is_later for gain in simulate_run(alone, engine, 8)), "there is no other sample of a prompt"
+    (row,) = simulate_run(alone, UNIT_COST, Engine(UNIT_COST, 8), 8)
+    assert row["epoch"] == "first", "there is no other sample of a prompt"
 
 
 @pytest.mark.parametrize("batch", [1, 3, 64])
@@ -170,12 +149,10 @@ def test_phases_without_drafts_are_those_of_the_simulation(batch):
     rng = np.random.default_rng(0)
     lengths = [1, 40, 2, *rng.integers(1, 50, 20).tolist()]
     rollouts = [RecordedRollout(n % 3, PROMPT, np.arange(size, dtype=np.int32)) for n, size in enumerate(lengths)]
-    cost = step_cost(SHAPES["7b"], "h100", drafts=False)
-    drafter = build_drafter("history", max_draft_tokens=4)
-    steps = list(simulate(rollouts, drafter, lambda num_requests: 0, cost, num_speculative_tokens=4, batch=batch))
-    starts, ends, live = without_drafts(lengths, batch)
+    engine = Engine(step_cost(SHAPES["7b"], "h100", None), 4, [(1, 1, 0)])
+    steps = list(simulate(rollouts, build_drafter("history", max_draft_tokens=4), engine, batch=batch))
+    _, live = without_drafts(np.array(lengths) - 1, batch)
     assert live.tolist() == [step.num_requests for step in steps]
-    assert (ends - starts).tolist() == [size - 1 for size in lengths]
     took = [seconds for step in steps for _, seconds in step.ended]
     assert len(took) == sum(size > 1 for size in lengths)
     assert sum(took) == pytest.approx(sum(step.seconds for step in steps))
@@ -197,32 +174,19 @@ def test_a_prompt_counts_once_and_one_without_steps_not_at_all():
         for version in (0, 1)
         for n in range(12)
     ]
-    first, later = simulate_run(rollouts, Engine(UNIT_COST, UNIT_COST, lambda num_requests: 8, 8), 4)
-    assert (first.is_later, later.is_later) == (False, True)
-    figures = figures_of([first, later])
-    assert figures["prompts"] == 10
-    assert figures["speedup"] == 1
-    assert figures["interval"] == [1, 1]
-    assert figures_of([first._replace(seconds={n: np.ones(2) for n in range(9)})])["interval"] is None
+    first, later = simulate_run(rollouts, UNIT_COST, Engine(UNIT_COST, 8), 4)
+    assert (first["epoch"], later["epoch"], first["prompts"]) == ("first", "later", 10)
+    assert (first["speedup"], first["interval"]) == (1, [1, 1])
+    (row,) = simulate_run(rollouts[:9], UNIT_COST, Engine(UNIT_COST, 8), 4)
+    assert (row["prompts"], row["interval"]) == (9, None)
 
 
 def test_versions_are_decoded_in_their_order_not_in_that_of_the_files():
-    rollouts = [RecordedRollout(0, PROMPT, np.arange(step + 1, dtype=np.int32), step) for step in (10, 2)]
-    early, late = simulate_run(rollouts, Engine(UNIT_COST, UNIT_COST, lambda num_requests: 8, 8), 4)
-    assert (early.num_tokens, late.num_tokens) == (2, 10)
-
-
-def test_of_too_many_requests_no_drafts_are_cut_as_in_engines(monkeypatch):
-    monkeypatch.setattr(phases, "MOST_CUT_REQUESTS", 3)
-    text = np.tile(np.arange(5, dtype=np.int32), 8)
-    rollouts = [RecordedRollout(0, PROMPT, text[: 20 + 5 * n]) for n in range(5)]
-    drafter, policy = (
-        build_drafter("history", max_draft_tokens=4),
-        Adaptive(lambda _, sizes, n: np.ones(len(sizes)), 4, 8),
-    )
-    steps = list(simulate(rollouts, drafter, policy, UNIT_COST, num_speculative_tokens=4, batch=8))
-    assert {step.num_draft_tokens for step in steps if step.num_requests > 3} == {0}
-    assert any(step.num_draft_tokens for step in steps if step.num_requests <= 3)
+    """The long rollout of step 10 repeats the one of step 2."""
+    text = np.random.default_rng(0).integers(0, 999, 40).astype(np.int32)
+    rollouts = [RecordedRollout(0, PROMPT, text[: 4 * step], step) for step in (10, 2)]
+    first, later = simulate_run(rollouts, UNIT_COST, Engine(UNIT_COST, 8), 4)
+    assert (first["tail"], later["tokens_per_step"] > first["tokens_per_step"]) == (0, True)
 
 
 @pytest.mark.parametrize(
@@ -234,13 +198,12 @@ def test_each_phase_begins_alike(step_seconds, num_drafted):
     """Its requests have the same numbers as those of the last one, and their drafts count as certain."""
     texts = np.random.default_rng(0).integers(0, 3, (4, 40), np.int32)
     rollouts = [RecordedRollout(0, PROMPT, text) for text in texts]
-    policy = Adaptive(lambda requests, sizes, passes: sizes + step_seconds, 4, 4)
-    policy.choose = lambda num_requests: 4
+    known = EngineCost(np.array([1.0, 2.0]), np.array([1.0, 2.0]) + step_seconds)
     for _ in range(2):
         drafter = build_drafter("history", max_draft_tokens=4)
         for rollout in rollouts:
             add_rollout(drafter, rollout)
-        steps = list(simulate(rollouts, drafter, policy, UNIT_COST, num_speculative_tokens=4, batch=4))
+        steps = list(simulate(rollouts, drafter, Engine(UNIT_COST, 4, known=known), batch=4))
         assert steps[0].num_draft_tokens == num_drafted
 
 
@@ -250,10 +213,14 @@ def test_each_phase_begins_alike(step_seconds, num_drafted):
         ([], [], "no rollouts"),
         ([{"prompt": "a", "completion": "b"}], [], "text needs --tokenizer"),
         ([{"prompt_ids": [1], "completion_ids": [2]}], [], "nothing to draft"),  # the first comes with the prompt
-        (None, ["-k", "0"], "-k must be between 1 and"),
+        (None, ["-k", "0"], "-k must be from 1 to"),
+        (None, ["--vllm", "0.23"], "--vllm must be a release from 0.24 on"),
+        (None, ["--vllm", "newest"], "--vllm must be a release from 0.24 on"),
+        (None, ["nowhere.jsonl"], "nowhere.jsonl"),
         (None, ["--gpu", "h100"], "--gpu needs --model: one of 0.5b, 1.5b"),
         (None, ["--gpu", "h100", "--model", "nowhere/config.json"], "--model must be one of"),
         (None, ["--step-times", "times.csv"], "--step-times needs --gpu"),
+        (None, ["--step-times", "times.csv", "--gpu", "h100", "--drafter", "host"], "not for --drafter host"),
         (None, ["--step-times", "times.csv", "--gpu", "h100", "-k", "5"], "of at most 4 draft tokens: give -k 4"),
     ],
 )
@@ -274,14 +241,24 @@ def test_files_without_rollouts_and_copies_are_left_out(tmp_path, capsys):
     assert main(["estimate", bad, good, good]) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("2 rollouts of 1 prompts")
-    assert f"1 of 3 files are left out, first {bad}:1: the completion is empty" in shown.err
+    assert f"1 left out, first {bad}:1: the completion is empty" in shown.err
     assert "2 copies of rollouts are left out" in shown.err
 
 
-def test_one_rollout_is_enough(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("options", "engine"),
+    [
+        (["--gpu", "a100"], "V2 of vLLM 0.31 or newer, drafts on the device"),
+        (["--gpu", "h100", "--vllm", "0.26.1"], "V2 of vLLM 0.24 to 0.30, drafts on the device"),
+        (["--gpu", "h200", "--drafter", "host"], "vLLM, drafts on the host"),
+    ],
+)
+def test_one_rollout_is_enough_for_each_engine(tmp_path, capsys, options, engine):
     path = write_log(tmp_path / "log.jsonl", [{"prompt_ids": [1], "completion_ids": [2, 3] * 9}])
-    assert main(["estimate", path, "--gpu", "a100", "--model", "8B"]) == 0
-    assert "1 rollouts of 1 prompts" in capsys.readouterr().out
+    assert main(["estimate", path, "--model", "8B", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "1 rollouts of 1 prompts" in shown
+    assert f"64 requests in {engine}: 1 prompts are too few" in shown
 
 
 def test_sizes_of_a_model_follow_from_its_configuration(tmp_path):
@@ -314,13 +291,11 @@ def test_sizes_of_a_model_follow_from_its_configuration(tmp_path):
 def test_measured_times_are_interpolated(tmp_path):
     path = tmp_path / "times.csv"
     path.write_text(STEP_TIMES)
-    cost = MeasuredCost(read_step_times(path, None, context=300), drafts=False)
-    by_tokens = measured_curve(read_step_times(path, None, context=300))
-    assert by_tokens(1, [1, 5, 8, 40], 1).tolist() == [0.010, 0.011, 0.012, 0.020]
-    assert by_tokens(1, 80, 1) > 0.025, "further draft tokens are not free"
+    cost = MeasuredCost(read_step_times(path, None, context=300))
+    assert cost.by_tokens.steps([1, 5, 8, 40]).tolist() == [0.010, 0.011, 0.012, 0.020]
+    assert cost.by_tokens.steps(80) > 0.025, "further draft tokens are not free"
     steps = [(1, 0), (8, 0), (8, 32), (1, 2), (16, 0)]
     assert [cost.whole_step(*step) for step in steps] == pytest.approx([0.010, 0.012, 0.020, 0.0105, 0.024])
-    assert cost.drafting(8) == 0 < MeasuredCost(read_step_times(path, "a", 300), drafts=True).drafting(8)
     assert read_step_times(path, "a", context=4000) == {0: {1: 15.0}, 4: {1: 16.0}}
     path.write_text(STEP_TIMES + "b,1,301,0,9.0\n")
     assert read_step_times(path, "a", 300) == read_step_times(path, "a", 256), "b was measured with other contexts"
@@ -328,12 +303,12 @@ def test_measured_times_are_interpolated(tmp_path):
     assert read_step_times(path, "a", context=4000) == {0: {1: 15.0}, 4: {1: 16.0}}, "with a byte order mark"
     for text, message in (
         *(
-            (STEP_TIMES.replace("12.0", ms), f"row 2: median_ms must be positive and finite, got {ms}")
+            (STEP_TIMES.replace("12.0", ms), f"row 2 is wrong: median_ms must be positive and finite, got {ms}")
             for ms in NO_TIMES
         ),
         (STEP_TIMES + "b,1,256,0,9.0\n", "step times of a, b: name one"),
         ("\n".join(line for line in STEP_TIMES.splitlines() if ",4," not in line), "and with some"),
-        (STEP_TIMES.replace("median_ms", "ms"), "has not the columns"),
+        (STEP_TIMES.replace("median_ms", "ms"), "row 1 has no column 'median_ms'"),
         (STEP_TIMES.splitlines()[0], "no model"),
     ):
         path.write_text(text)
@@ -357,18 +332,17 @@ def phase_rollouts(num_problems=3, samples=6, tokens=120, seed=0):
     return rollouts
 
 
-def run(policy, cost, rollouts, batch=4, k=4):
-    drafter = build_drafter("suffix", max_draft_tokens=k)
-    return list(simulate(rollouts, drafter, policy, cost, num_speculative_tokens=k, batch=batch))
+def run(engine, rollouts, batch=4):
+    return list(simulate(rollouts, build_drafter("suffix", max_draft_tokens=engine.k), engine, batch=batch))
 
 
 def test_the_budget_pays_where_tokens_are_free_and_stays_out_where_they_are_not():
     rollouts, others = phase_rollouts(), phase_rollouts(seed=1)
     for cost in (UNIT_COST, STEEP):
-        budget = Budget()
-        run(budget, cost, others, batch=6)
-        policies = budget, *(lambda num_requests, k=k: k for k in (0, 1, 2, 4))
-        phases = [run(policy, cost, rollouts, batch=6) for policy in policies]
+        budget = Engine(cost, 4, budget=Budget())
+        run(budget, others, batch=6)
+        engines = budget, *(Engine(cost, 4, [(1, 1, k)]) for k in (0, 1, 2, 4))
+        phases = [run(engine, rollouts, batch=6) for engine in engines]
         assert len({steps[-1].tokens for steps in phases}) == 1
         ours, none, *always = (sum(step.seconds for step in steps) for steps in phases)
         if cost is UNIT_COST:
@@ -379,18 +353,23 @@ def test_the_budget_pays_where_tokens_are_free_and_stays_out_where_they_are_not(
             assert always[-1] > 1.2 * none
 
 
-def test_where_the_scheduler_chooses_k_all_requests_have_as_many_whatever_was_found():
-    steps = run(MeasuredSchedule([4] * 5), UNIT_COST, phase_rollouts())
-    assert {step.num_draft_tokens / step.num_requests for step in steps} == {0, 4}
+def test_k_follows_the_number_of_requests_and_whether_drafts_pay():
+    """All requests have as many draft tokens, whatever was found."""
+    rollouts = phase_rollouts()
+    steps = run(Engine(UNIT_COST, 4, [(1, 2, 4), (3, 3, 1), (4, 4, 0)]), rollouts)
+    assert {(step.num_requests, step.num_draft_tokens) for step in steps} == {(1, 4), (2, 8), (3, 3), (4, 0)}
+    share = {}
+    for cost in (UNIT_COST, STEEP):
+        engine = Engine(cost, 4, schedule=Schedule(4))
+        share[cost is STEEP] = np.mean([step.num_draft_tokens > 0 for _ in range(3) for step in run(engine, rollouts)])
+    assert share[False] > 0.5 > 0.3 > share[True]
 
 
 def test_a_step_with_several_passes_goes_on_after_requests_have_ended():
     """And the next one begins with them: it was scheduled before that was known."""
     text = np.arange(12, dtype=np.int32)
     rollouts = [RecordedRollout(n, PROMPT, text[:size]) for n, size in enumerate((12, 4, 6))]
-    drafter = build_drafter("suffix", max_draft_tokens=4)
-    run = simulate(rollouts, drafter, lambda n: 0, STEEP, num_speculative_tokens=4, batch=2, passes=4)
-    steps = list(run)
+    steps = run(Engine(STEEP, 4, [(1, 1, 0)], passes=4), rollouts, batch=2)
     # A prompt's step has one pass. Each rollout's first token takes none, and the third waits for the second's place.
     assert [step.num_passes for step in steps] == [1, *[4] * 8, 1, *[4] * 4]
     assert [step.num_requests for step in steps] == [2, 2, 2, 1, 1, 1, 1, 1, 1, 2, 2, 1, 1, 1]
@@ -398,8 +377,18 @@ def test_a_step_with_several_passes_goes_on_after_requests_have_ended():
     assert steps[-1].tokens == 22
 
 
+def test_where_the_host_is_slow_a_step_has_several_passes():
+    cost, slow = EngineCost(np.array([1.0, 2.0]), np.full(2, 1e-3)), ((9e-3, 0.0), (0.0, 0.0), (1e-3, 0.0))
+    for seconds, most in ((UNIT_COST.host_seconds, 1.5), (slow, 4)):
+        steps = run(
+            Engine(cost._replace(host_seconds=seconds), 4, [(1, 1, 0)], passes=NumPasses()), phase_rollouts(1, 1, 900)
+        )
+        passes = np.mean([step.num_passes for step in steps[len(steps) // 2 :]])
+        assert (passes > 3) == (most == 4), passes
+
+
 def test_the_host_works_once_for_a_step_and_a_little_for_each_further_pass():
-    cost = STEEP._replace(host_seconds=(1000.0, 2.0), further_host_seconds=(100.0, 1.0))
+    cost = STEEP._replace(host_seconds=((1000.0, 2.0), (0.0, 0.0), (100.0, 1.0)))
     assert [cost.host(4, num_passes=n) for n in (1, 2, 4)] == [1008, 1112, 1320]
     assert cost.whole_step(4, 8, num_passes=4) == pytest.approx(1320, rel=1e-3)
     assert STEEP.whole_step(4, 8, num_passes=3) == pytest.approx(36)
@@ -408,9 +397,15 @@ def test_the_host_works_once_for_a_step_and_a_little_for_each_further_pass():
 def test_a_step_takes_what_its_requests_cost_and_more_than_the_host():
     cost = STEEP._replace(request_seconds=10.0)
     assert [cost.whole_step(1, 0), cost.whole_step(4, 0), cost.whole_step(4, 8)] == pytest.approx([11, 44, 52])
-    assert cost._replace(host_seconds=(5.0, 0.0)).whole_step(4, 8) == pytest.approx(52, rel=1e-3)
-    assert cost._replace(host_seconds=(1000.0, 2.0)).whole_step(4, 8) == pytest.approx(1008, rel=1e-3)
-    assert cost._replace(host_seconds=(52.0, 0.0)).whole_step(4, 8) == pytest.approx(52 * 2 ** (1 / 3))
+    assert cost._replace(host_seconds=((5.0, 0.0), *UNIT_COST.host_seconds[1:])).whole_step(4, 8) == pytest.approx(
+        52, rel=1e-3
+    )
+    assert cost._replace(host_seconds=((1000.0, 2.0), *UNIT_COST.host_seconds[1:])).whole_step(4, 8) == pytest.approx(
+        1008, rel=1e-3
+    )
+    assert cost._replace(host_seconds=((52.0, 0.0), *UNIT_COST.host_seconds[1:])).whole_step(4, 8) == pytest.approx(
+        52 * 2 ** (1 / 3)
+    )
     verifying = cost._replace(verify_seconds=7.0)
     assert [verifying.whole_step(4, 0), verifying.whole_step(4, 8)] == pytest.approx([44, 52 + 7])
     assert cost._replace(draft_seconds=(3.0, 0.5)).drafting(4) == 5

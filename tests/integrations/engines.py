@@ -17,8 +17,8 @@ from rollout_spec.budget import Budget
 from rollout_spec.drafters.registry import HISTORY_DRAFTER
 from rollout_spec.features import SIGNATURE_BITS, TOP_TOKENS, decoded_probabilities, unpack
 from rollout_spec.integrations.vllm import compat
-from rollout_spec.measured_schedule import _Size
 from rollout_spec.noise import host as noise
+from rollout_spec.schedule import _Size
 from rollout_spec.verify.reference import pack_signatures
 from tests.conftest import VOCAB_SIZE
 

@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout_spec import transfers
 from rollout_spec.drafters.device import drafter
-from rollout_spec.integrations.vllm import engine
 from tests.ptx import driver
 from tests.ptx.machine import Fault
 
@@ -368,7 +367,7 @@ def late_streams(seed: int) -> Iterator[_Machine]:
         patch.setattr(torch.cuda, "current_stream", lambda device=None: _now.current)
         patch.setattr(torch.Tensor, "pin_memory", _pin_memory)
         patch.setattr(driver, "on_launch", _now.launch)
-        for module in (transfers, drafter, engine):
+        for module in (transfers, drafter):
             patch.setattr(module, "runs_later", lambda device: True)
         with _Copies(), _Operations():
             yield _now

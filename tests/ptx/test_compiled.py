@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel
 from rollout_spec.verify.reference import lay_out
-from tests.drafters.device.test_device import Engine, K
 from tests.ptx import machine
 from tests.ptx.machine import Counts, changed_settings
 from tests.verify.batches import assert_agrees, kernel_verify

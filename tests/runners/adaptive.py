@@ -7,7 +7,6 @@ from contextlib import contextmanager
 import pytest
 
 from rollout_spec.integrations.vllm import adaptive
-from rollout_spec.measured_schedule import MeasuredSchedule
 
 
 @contextmanager
@@ -25,15 +24,9 @@ def as_on_a_gpu():
 
 
 def schedule_of(llm):
-    """K by the number of requests, as the scheduler reads it."""
-    return llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup
-
-
-def always_draft(llm):
-    """Though drafts do not pay where kernels are emulated."""
-    schedule = schedule_of(llm)
-    assert isinstance(schedule, MeasuredSchedule)
-    schedule.choose = lambda num_requests: schedule._most[num_requests] * schedule.is_enabled
+    """What chooses between whole drafts and none; None where nothing does."""
+    steps = llm.llm_engine.engine_core.engine_core.scheduler.rollout_spec
+    return None if steps is None else steps._schedule
 
 
 def set_costs(runner, milliseconds):

@@ -13,11 +13,3 @@ class Extension:
 
     def let_costs_rise(self):
         adaptive.set_costs(self.model_runner, adaptive.rising)
-
-    def let_the_device_wait(self):
-        runner = self.model_runner
-        runner.adaptive_verification.host_time._device_waits = lambda: True
-        runner.rollout_spec.time_the_host()
-
-    def host_milliseconds(self):
-        return self.model_runner.adaptive_verification.host_time.milliseconds

@@ -157,7 +157,6 @@ def build(kind, model, num_requests, sub_steps):
         llm = build_engine(model, max_num_seqs=num_requests, **room, **options)
     runner = runner_of(llm)
     if options:
-        adaptive.always_draft(llm)
         adaptive.set_costs(runner, adaptive.rising)
     type(runner.model).forward = COUNT.muted(type(runner.model).forward)
     runner.model_state.prepare_attn = COUNT.muted(runner.model_state.prepare_attn)  # differs between backends
@@ -175,8 +174,6 @@ def count(kind, model, num_requests):
         engine.add_request(str(i), {"prompt_token_ids": [1, 4 + i // GROUP, 9]}, params)
     for _ in range(8):
         engine.step()
-    if kind != "stock":
-        runner.rollout_spec.clock._num_steps = 0  # the next one that is timed is far away
     if kind == "further":
         run = runner.rollout_spec._run_further_pass
         runner.rollout_spec._run_further_pass = COUNT.switched_on(run)

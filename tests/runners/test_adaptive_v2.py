@@ -12,12 +12,11 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
-from rollout_spec import engine_kwargs, step_sizes
+from rollout_spec import engine_kwargs
 from rollout_spec.config import PROPOSER_PATH
 from rollout_spec.drafters.device import kernels
-from rollout_spec.integrations.vllm import adaptive, cutting, host_time
-from rollout_spec.integrations.vllm.config import OUR_SCHEDULE
-from rollout_spec.measured_schedule import MeasuredSchedule
+from rollout_spec.integrations.vllm import adaptive, cutting
+from rollout_spec.schedule import affordable_ranges
 from rollout_spec.verify import kernel
 from tests.integrations.engines import (
     DEVICE,
@@ -33,7 +32,7 @@ from tests.integrations.engines import (
 )
 from tests.integrations.vllm.test_tensor_parallel import two_ranks
 from tests.launches import ours, recorded_variants
-from tests.runners.adaptive import always_draft, as_on_a_gpu, rising, schedule_of, set_costs
+from tests.runners.adaptive import as_on_a_gpu, rising, schedule_of, set_costs
 
 pytestmark = pytest.mark.engine
 
@@ -43,10 +42,11 @@ COSTS = {
     "rising": rising,
     "steep": lambda num_tokens: float(num_tokens),
     "knee": lambda num_tokens: 10.0 + max(0, num_tokens - 12),
-    "small": lambda num_tokens: rising(num_tokens) / 20,
 }
 """Milliseconds of a step by its tokens."""
 OURS = ours(kernel, kernels, cutting)
+ON_DEVICE = {"rollout_spec": {"drafter": "device"}}
+"""`additional_config` of an engine that chooses how many draft tokens are verified."""
 
 
 def options(k=K):
@@ -57,7 +57,7 @@ def build_adaptive(model, cost="rising", k=K, **engine):
     with as_on_a_gpu():
         llm = build(model, **{**options(k), **engine})
     set_costs(runner_of(llm), COSTS[cost])
-    always_draft(llm)
+    assert schedule_of(llm) is None, "whole drafts are scheduled"
     return llm
 
 
@@ -121,50 +121,10 @@ def test_drafts_are_cut_where_attention_allows_it(tiny_model, off, reference_mod
     assert stats["accepted_tokens"] > 0.5 * stats["draft_tokens"], "what is kept is mostly right"
     assert llm.collective_rpc("rollout_spec", args=("report",))[0]["is_adaptive"]
     llm.collective_rpc("rollout_spec", args=("set_enabled", False))
+    decisions.clear()
     generate(llm, params, prompts)
+    assert not np.any(decisions), "nor are drafts scheduled"
     assert stats_of(llm)["draft_tokens"] == stats["draft_tokens"]
-
-
-class Event:
-    """In place of a CUDA event of vLLM's manager: which one was recorded last, and whether the device has passed it."""
-
-    last: Event | None = None
-    is_passed = True
-
-    def record(self, *args):
-        Event.last = self
-
-    def synchronize(self):
-        """A CPU has done all that it was given."""
-
-    def query(self):
-        assert Event.last in (None, self), "another event is that of the last step"
-        return Event.is_passed
-
-
-def test_drafts_that_cost_no_time_are_verified(tiny_model, off, reference_model, monkeypatch):
-    """As if the device waited for the host in every step, which takes much longer than what it is thought to cost."""
-    llm = build_adaptive(tiny_model, "small")
-    runner = runner_of(llm)
-    host = runner.adaptive_verification.host_time
-    runner.rollout_spec.time_the_host()
-    monkeypatch.setattr(host_time, "STEPS", 2)  # it is asked for more often
-    runner.adaptive_verification._cudagraph_limit = 10_000
-    monkeypatch.setattr(runner.adaptive_verification, "_copy_events", [Event(), Event()])
-    monkeypatch.setattr(Event, "last", None)
-    decisions, shares = kept_and_scheduled(llm, monkeypatch), []
-    prompts, params = requests(8)
-    plain = generate(off, params, prompts)
-    for waits in (False, False, True):
-        monkeypatch.setattr(Event, "is_passed", waits)
-        host._last.clear()
-        decisions.clear()
-        assert_same(generate(llm, params, prompts), plain, prompts, params, reference_model)
-        assert (host.milliseconds > 0) == waits
-        kept, scheduled = np.sum(decisions, 0)
-        shares.append(kept / scheduled)
-    assert Event.last is not None
-    assert shares[2] > 1.4 * shares[1]
 
 
 @pytest.mark.parametrize(
@@ -197,37 +157,6 @@ def test_rollouts_do_not_change(tiny_model, off, reference_model, monkeypatch, c
     assert stats_of(llm)["accepted_tokens"] > 30
 
 
-@pytest.mark.parametrize("engine", [{}, FEW_BLOCKS], ids=["whole", "preempted"])
-def test_pauses_change_no_rollout_and_confidences_outlast_them(tiny_model, off, reference_model, monkeypatch, engine):
-    """As where the schedule finds that no drafts pay, and tries some again."""
-    llm = build_adaptive(tiny_model, **engine)
-    rng, chosen, runner = np.random.default_rng(0), [], runner_of(llm)
-    always = schedule_of(llm).choose
-
-    def choose(num_requests):
-        if len(chosen) % 5 == 0:
-            chosen.append(int(rng.choice([0, always(num_requests)])))
-        else:
-            chosen.append(chosen[-1])
-        return chosen[-1]
-
-    monkeypatch.setattr(schedule_of(llm), "choose", choose)
-    host = runner.adaptive_verification.host_time
-    monkeypatch.setattr(host, "_device_waits", lambda: False)
-    runner.rollout_spec.time_the_host()
-    decisions = kept_and_scheduled(llm, monkeypatch)
-    prompts, params = requests(14)
-    plain = generate(off, params, prompts)
-    for _ in range(3):
-        assert_same(generate(llm, params, prompts), plain, prompts, params, reference_model)
-    assert {0, K} == set(chosen)
-    kept, scheduled = np.sum(decisions, 0)
-    assert 0 < kept < scheduled
-    assert stats_of(llm)["accepted_tokens"] > 20
-    assert host.milliseconds == 0
-    session_of(llm).drafter.check_integrity()
-
-
 def refuse_lora(config):
     raise ValueError("not with LoRA. Do something else")
 
@@ -248,8 +177,8 @@ def test_k_follows_the_number_of_requests_where_vllm_refuses(tiny_model, refusal
     assert runner.adaptive_verification is None
     assert not runner.sampler.enable_adaptive_verification
     assert not config.enable_adaptive_verification
-    assert config.num_speculative_tokens_per_batch_size == step_sizes.affordable_ranges(K)
-    assert isinstance(schedule_of(llm), MeasuredSchedule)
+    assert config.num_speculative_tokens_per_batch_size == affordable_ranges(K)
+    assert schedule_of(llm) is not None
     (sentence,) = said
     assert refusal in sentence
     assert "7 from 1 request on, 3 from 25 requests on" in sentence
@@ -262,12 +191,11 @@ def test_k_follows_the_number_of_requests_where_vllm_refuses(tiny_model, refusal
 def test_a_schedule_of_the_user_s_own_and_no_budget_are_kept(tiny_model):
     with as_on_a_gpu():
         proposer = {"model": PROPOSER_PATH, "num_speculative_tokens": K}
-        ranges = step_sizes.affordable_ranges(K)  # ours, but chosen
-        ranges = {**proposer, "num_speculative_tokens_per_batch_size": ranges}
+        ranges = {**proposer, "num_speculative_tokens_per_batch_size": [(1, 9, K)]}
         for changed in ({"speculative_config": ranges}, engine_kwargs(**DEVICE, budget=False)):
             llm = build(tiny_model, **{**options(), **changed})
             assert runner_of(llm).adaptive_verification is None
-            assert not isinstance(schedule_of(llm), MeasuredSchedule)
+            assert schedule_of(llm) is None
 
 
 @pytest.mark.parametrize(
@@ -281,13 +209,16 @@ def test_a_schedule_of_the_user_s_own_and_no_budget_are_kept(tiny_model):
 )
 def test_the_scheduler_has_room_for_whole_drafts(max_num_seqs, room, scheduled, expected):
     """Which are cut after it has planned a step. Many requests have none."""
-    speculative = SimpleNamespace(num_speculative_tokens=4, num_speculative_tokens_per_batch_size=[(1, 9, 3)])
+    speculative = SimpleNamespace(
+        model=PROPOSER_PATH, method="", num_speculative_tokens=4, num_speculative_tokens_per_batch_size=[(1, 9, 3)]
+    )
     scheduler = SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=room)
     scheduler.max_num_scheduled_tokens = scheduled
     config = SimpleNamespace(speculative_config=speculative, scheduler_config=scheduler)
+    config.additional_config = {"rollout_spec": {"drafter": "device", "budget": False}}
     adaptive.decide_schedule(config, [{"is_adaptive": True}])
     assert speculative.num_speculative_tokens_per_batch_size == [(1, 9, 3)], "it is not ours"
-    setattr(speculative, OUR_SCHEDULE, True)
+    config.additional_config = ON_DEVICE
     adaptive.decide_schedule(config, [{"is_adaptive": False}, {"is_adaptive": False}])
     assert speculative.num_speculative_tokens_per_batch_size == [(1, 9, 3)]
     with pytest.raises(RuntimeError, match="others do not"):
@@ -326,14 +257,19 @@ def test_what_keeps_vllm_from_cutting_drafts(monkeypatch, changes, reason):
         compilation_config=SimpleNamespace(**{"cudagraph_capture_sizes": [1, 2, 4, 512], **changes}),
         scheduler_config=SimpleNamespace(max_num_seqs=16),
         speculative_config=SimpleNamespace(
-            num_speculative_tokens=7, num_speculative_tokens_per_batch_size=[(1, 9, 7)], **{OUR_SCHEDULE: True}
+            model=PROPOSER_PATH, method="", num_speculative_tokens=7, num_speculative_tokens_per_batch_size=[(1, 9, 7)]
         ),
+        additional_config=ON_DEVICE,
         _validate_adaptive_verification=validate,
     )
-    runner = SimpleNamespace(vllm_config=config, speculator=SimpleNamespace(), sampler=SimpleNamespace())
+    runner = SimpleNamespace(
+        vllm_config=config, speculator=SimpleNamespace(), sampler=SimpleNamespace(),
+        rollout_spec=SimpleNamespace(may_cut=True),
+    )  # fmt: skip
     owners = config.speculative_config, runner.speculator, runner.sampler
     assert adaptive.with_adaptive_verification(runner, lambda: "made") == "made"
     assert [owner.enable_adaptive_verification for owner in owners] == [reason is None] * 3
+    assert runner.rollout_spec.may_cut == (reason is None)
     assert len(said) == (reason is not None)
     assert all(reason in line for line in said)
 
@@ -380,19 +316,13 @@ def test_two_ranks_cut_alike_and_their_scheduler_hears_of_it(tiny_model, off, re
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(root / "tests" / "gpu_stand_in"), str(root))))
     extension = {"worker_extension_cls": "tests.runners.adaptive_worker.Extension"}
     with as_on_a_gpu(), two_ranks(tiny_model, **options(), **extension) as llm:
-        always_draft(llm)
         llm.collective_rpc("let_costs_rise")
         prompts, params = requests(8)
         plain = generate(off, params, prompts)
         for _ in range(3):
             assert_same(generate(llm, params, prompts), plain, prompts, params, reference_model)
         cut = llm.collective_rpc("rollout_spec", args=("stats",))[0]
-        llm.collective_rpc("let_the_device_wait")
-        for _ in range(3):  # the first rank's is asked for in every 16th step
-            assert_same(generate(llm, params, prompts), plain, prompts, params, reference_model)
-        milliseconds = llm.collective_rpc("host_milliseconds")
         first, second = llm.collective_rpc("rollout_spec", args=("report",))
-    assert milliseconds[0] == milliseconds[1] > 0
     assert first["is_adaptive"]
     assert second["is_adaptive"]
     assert second["stats"]["steps"] == 0, "vLLM reads the first rank's outputs alone"

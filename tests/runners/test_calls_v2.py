@@ -16,7 +16,7 @@ pytestmark = pytest.mark.engine
 
 CALLS = {
     "stock": {"ops": 11, "views": 59, "triton": 9, "uploads": 2, "copies": 5, "events": 5},
-    "adaptive": {"ops": 5, "views": 45, "triton": 14, "copies": 2, "events": 8},
+    "adaptive": {"ops": 5, "views": 45, "triton": 14, "copies": 2, "events": 7},
     "further": {"ops": 3, "views": 17, "triton": 13},
 }
 """By kind of engine, of a decode step of any number of requests. Who needs one more takes one away, or says why not."""

@@ -17,11 +17,12 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.executor import UniProcExecutor
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from rollout_spec import engine_kwargs, step_sizes
+from rollout_spec import engine_kwargs
 from rollout_spec.config import PROPOSER_PATH
 from rollout_spec.integrations.vllm import compat, graphs, hooks
 from rollout_spec.integrations.vllm import config as engine_config
 from rollout_spec.integrations.vllm.config import check_engine, config_of
+from rollout_spec.schedule import CHEAP_TOKENS, affordable_ranges
 from tests.integrations.engines import V2_OF_0_31
 
 
@@ -156,31 +157,34 @@ def test_all_processes_of_an_engine_have_the_same_drafter(make, monkeypatch, exp
     assert config_of(vllm_config).drafter == expected
 
 
-def test_draft_tokens_follow_the_batch_size(make, tiny_model):
-    speculative = make(max_num_seqs=256).speculative_config
-    of_batch = build_dynamic_sd_schedule_lookup(speculative.num_speculative_tokens_per_batch_size, 256, 8)
-    assert [of_batch[size] for size in (1, 24, 25, 48, 49, 96, 97, 256)] == [7, 7, 3, 3, 1, 1, 0, 0]
-    speculative = make(max_num_seqs=256, is_a100=True).speculative_config
-    of_batch = build_dynamic_sd_schedule_lookup(speculative.num_speculative_tokens_per_batch_size, 256, 8)
-    assert [of_batch[size] for size in (1, 18, 19, 36, 37, 72, 73, 256)] == [7, 7, 3, 3, 1, 1, 0, 0]
-    theirs = EngineArgs(
-        model=str(tiny_model), dtype="float32", additional_config={"rollout_spec": {"drafter": "device"}},
-        speculative_config={
-            "model": PROPOSER_PATH, "num_speculative_tokens": 8, "num_speculative_tokens_per_batch_size": [[1, 9, 8]]
-        },
-    )  # fmt: skip
-    assert theirs.create_engine_config().speculative_config.num_speculative_tokens_per_batch_size == [(1, 9, 8)]
-    every = make({"drafter": "device", "budget": False}).speculative_config
-    assert every.num_speculative_tokens_per_batch_size is None
+@pytest.mark.parametrize(("is_a100", "sizes"), [(False, (24, 48, 96)), (True, (18, 36, 72))])
+def test_draft_tokens_follow_the_batch_size(make, is_a100, sizes):
+    ranges = make(max_num_seqs=256, is_a100=is_a100).speculative_config.num_speculative_tokens_per_batch_size
+    of_batch = build_dynamic_sd_schedule_lookup(ranges, 256, 8)
+    assert [of_batch[size + more] for size in sizes for more in (0, 1)] == [7, 3, 3, 1, 1, 0]
+    assert (of_batch[1], of_batch[256]) == (7, 0)
+
+
+@pytest.mark.parametrize("ranges", [None, [[1, 9, 8]]])
+def test_a_schedule_of_the_users_own_is_left_alone(make, ranges):
+    """And ours stays ours when vLLM completes a configuration once more, in whatever process."""
+    proposer = {"model": PROPOSER_PATH, "num_speculative_tokens": 8, "num_speculative_tokens_per_batch_size": ranges}
+    vllm_config = make({"drafter": "device"}, speculative_config=proposer)
+    for _ in range(2):
+        expected = affordable_ranges(8) if ranges is None else [(1, 9, 8)]
+        assert vllm_config.speculative_config.num_speculative_tokens_per_batch_size == expected
+        assert engine_config.chooses_k(vllm_config) is (ranges is None)
+        vllm_config = pickle.loads(pickle.dumps(vllm_config))
+        vllm_config.__post_init__()
 
 
 @given(st.integers(1, 128), st.integers(1, 1024), st.sampled_from([1.0, 2 / 8, 4 / 32, 8 / 128, 4 / 128, 8 / 256]))
 def test_steps_with_drafts_are_affordable(k, max_num_seqs, share):
-    ranges = step_sizes.affordable_ranges(k, share_of_experts=share)
+    ranges = affordable_ranges(k, share_of_experts=share)
     of_batch = build_dynamic_sd_schedule_lookup(ranges, max_num_seqs, k)
     sizes = range(1, max_num_seqs + 1)
     tokens = [size * (of_batch[size] + 1) for size in sizes]
-    most = step_sizes.CHEAP_TOKENS * max(1, 0.5 / share)
+    most = CHEAP_TOKENS * max(1, 0.5 / share)
     counts = [n for n in (127, 63, 31, 15, 7, 3, 1) if n <= k]
     assert of_batch[1:] == [next((n for n in counts if size * (n + 1) <= most), 0) for size in sizes]
     assert graphs.most_tokens(max_num_seqs, ranges) == max(tokens)
@@ -198,4 +202,4 @@ def test_a_schedule_for_a_mixture_of_experts(make, monkeypatch, num_experts, use
     assert engine_config.share_of_experts(SimpleNamespace(model_config=model)) == share
     monkeypatch.setattr(hooks, "share_of_experts", lambda vllm_config: share)
     ranges = make().speculative_config.num_speculative_tokens_per_batch_size
-    assert ranges == step_sizes.affordable_ranges(8, share_of_experts=share)
+    assert ranges == affordable_ranges(8, share_of_experts=share)

@@ -11,8 +11,9 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu import cudagraph_utils
 
-from rollout_spec import engine_kwargs, step_sizes
+from rollout_spec import engine_kwargs
 from rollout_spec.integrations.vllm import adaptive, compat, hooks
+from rollout_spec.schedule import affordable_ranges
 from tests.integrations.engines import V2_OF_0_31
 from tests.integrations.vllm.test_graphs import config_as_on_a_gpu
 
@@ -53,7 +54,7 @@ def captured(tiny_model, monkeypatch):
         runner = SimpleNamespace(
             attn_groups=[[group]], model_state=model_state, vllm_config=config, decode_query_len=width,
             speculator=SimpleNamespace(), sampler=SimpleNamespace(),
-            rollout_spec=SimpleNamespace(on_kv_cache=lambda: None),
+            rollout_spec=SimpleNamespace(on_kv_cache=lambda: None, may_cut=True),
         )  # fmt: skip
 
         def initialize_kv_cache(runner):
@@ -108,7 +109,7 @@ def test_a_whole_graph_serves_every_step_of_equal_drafts(captured, monkeypatch, 
     options = engine_kwargs(drafter="device", num_speculative_tokens=k)
     manager = captured.manager_of(options, "UNIFORM_BATCH", max_num_seqs=max_num_seqs)
     manager._graphs_captured = True
-    ranges = step_sizes.affordable_ranges(k, share_of_experts=share)
+    ranges = affordable_ranges(k, share_of_experts=share)
     of_batch = build_dynamic_sd_schedule_lookup(ranges, max_num_seqs, k)
     whole, replayed = manager._capture_descs[CUDAGraphMode.FULL], set()
     for num_requests in range(1, max_num_seqs + 1):

@@ -34,7 +34,7 @@ from tests.integrations.engines import (
 )
 from tests.integrations.vllm.test_h100 import ROOT
 from tests.integrations.vllm.test_tensor_parallel import two_ranks
-from tests.runners.adaptive import always_draft, as_on_a_gpu, rising, schedule_of, set_costs
+from tests.runners.adaptive import as_on_a_gpu, rising, schedule_of, set_costs
 
 pytestmark = pytest.mark.engine
 
@@ -233,7 +233,7 @@ def test_statistics_count_passes(engine, same):
     schedule, scheduler, ours = schedule_of(llm), scheduler_of(llm), runner_of(llm).rollout_spec
     observe, make_stats, begin_step, draft = schedule.observe, scheduler.make_stats, ours.begin_step, ours.draft
     wanted, drafts = [], []
-    schedule.choose = lambda num_requests: next(ks)
+    schedule.choose = lambda *of_step: next(ks)
     schedule.observe = lambda *of_pass: told.append(of_pass) or observe(*of_pass)
 
     def make_and_add(stats=None, *args, **kwargs):
@@ -270,7 +270,7 @@ def test_statistics_count_passes(engine, same):
 
 def test_a_pause_has_plain_passes(engine, off, reference_model):
     llm = engine(budget=True)
-    schedule_of(llm).choose = lambda num_requests: engine.k * schedule_of(llm).is_enabled
+    schedule_of(llm).choose = lambda num_requests, most: most
     params = mixed_params(6, 3, temperature=1.0, ignore_eos=True, **{**PLAIN, "max_tokens": 40})
     prompts = prompts_of(params)
     ours = switching_off_and_on(llm, params, prompts, [range(3, 6), range(9, 10)])
@@ -288,7 +288,6 @@ def test_drafts_are_cut_in_each_pass(engine, same, monkeypatch):
     with as_on_a_gpu():
         llm = engine(budget=True)
     set_costs(runner_of(llm), rising)
-    always_draft(llm)
     manager, cuts, copied = runner_of(llm).adaptive_verification, [], []
     again, record = manager.cut.again, manager.record_confidences
 

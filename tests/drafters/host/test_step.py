@@ -110,9 +110,8 @@ def in_engine(rng, table, some, moves, has_features):
 def test_what_is_learned_from_a_step(kind, some, steps, seed, is_late):
     rng, ours = np.random.default_rng(seed), HistoryDrafter(max_draft_tokens=K)
     lone = Mock(spec=["start_request", "extend", "propose", "stop_request"])
-    drafting = Drafting(ours if kind == "history" else lone, K, max_model_len=MAX_MODEL_LEN, vocab_size=9)
-    if is_late:
-        drafting.index_late()
+    chosen = ours if kind == "history" else lone
+    drafting = Drafting(chosen, K, max_model_len=MAX_MODEL_LEN, vocab_size=9, index_late=is_late)
     drafter, table = drafting.drafter, drafting.drafter.table
     plain = Plain(ours._calibration)
     live = [SimpleNamespace(**request, output=[], num_seen=0, kept=0, features=[]) for request in some]

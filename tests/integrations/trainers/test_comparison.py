@@ -57,5 +57,5 @@ def test_the_interval_has_the_true_value_in_nine_of_ten_runs(every):
             comparison.observe(8, 1, seconds)
         measured = comparison.measured()
         assert measured.generations == 6
-        right += measured.low <= 1.7 <= measured.high
+        right += measured.speedup_low <= 1.7 <= measured.speedup_high
     assert 0.86 < right / runs < 0.94

@@ -186,6 +186,11 @@ def test_every_third_generation_has_no_drafts_and_evaluations_do_not_count():
     assert controller.report()["compare_every"] == 3
     assert "rollout_spec/measured_speedup" in metrics
     assert "rollout_spec/measured_speedup_low" not in metrics, "two comparisons give no interval"
+    for number in range(9, 18):
+        controller.begin_step(number)
+        llm.generate(["a", "b"], Params())
+    metrics = controller.take_metrics()
+    assert metrics["rollout_spec/measured_speedup_low"] <= metrics["rollout_spec/measured_speedup_high"]
 
 
 def test_after_a_generation_that_fails_drafts_are_on_again():

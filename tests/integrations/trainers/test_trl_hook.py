@@ -44,7 +44,7 @@ def test_grpo_with_speculation(tiny_model, tmp_path, monkeypatch):
     assert all(entry["rollout_spec/generation_seconds"] > 0 for entry in logs)
     assert all(entry["rollout_spec/drafter_errors"] == 0 for entry in logs)
     report = read_report(tmp_path / "rollout_spec.json")
-    assert "A step takes" in explain(report)
+    assert "What to do" in explain(report)
     assert len(lines) == 2
     assert "rollout_spec: after 3 training steps" in lines[1]
     assert "is on: up to 4 draft tokens per request and step, drafted by" in lines[0]

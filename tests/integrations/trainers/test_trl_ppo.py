@@ -80,7 +80,7 @@ def test_ppo_with_speculation(tiny_model, tmp_path, temperature):
     sent = [params for sampling_params, _ in generator.generations for params in sampling_params]
     assert len({params.seed for params in sent}) == len(sent) == 24
     assert sent[16].seed == derive_seed(3, 1, 2, 0, 0, 0), "of the run, its first training and the third step"
-    assert "A step takes" in explain(read_report(tmp_path / "rollout_spec.json"))
+    assert "What to do" in explain(read_report(tmp_path / "rollout_spec.json"))
 
 
 def test_stop_token_and_evaluation(tiny_model, tmp_path):

@@ -20,9 +20,8 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerific
 
 from rollout_spec.integrations.vllm import cutting
 from rollout_spec.integrations.vllm.cutting import Cut, Cutting
-from rollout_spec.step_sizes import HOST_SHARE, known_costs
 
-SLOTS, K, GRAPHS = 11, 5, 32
+SLOTS, K = 11, 5
 RNG = np.random.default_rng(0)
 
 
@@ -71,9 +70,8 @@ def managers(k=K, *, is_drafting=lambda: True):
     )  # fmt: skip
     theirs = AdaptiveVerificationManager(states, torch.zeros(SLOTS + 1, dtype=torch.int32), 1, 60)
     theirs.cost_tables = np.full(SLOTS + 1, 0.5), 3.0 + 0.4 * np.arange(200.0)
-    ours = Cutting(theirs, None, is_drafting, lambda: True)
+    ours = Cutting(theirs, is_drafting, lambda: True)
     ours.cost_tables = theirs.cost_tables
-    theirs._cudagraph_limit = ours._cudagraph_limit = GRAPHS
     return theirs, ours
 
 
@@ -107,20 +105,6 @@ def test_a_request_in_another_slot_has_that_slots_confidences():
     ours.req_states.req_id_to_index["0"] = 3  # it was preempted
     ours.add_request(3)
     assert ours.get_num_tokens(tokens, drafts) == 1 + K
-
-
-def test_drafts_fill_the_host_s_time():
-    _, ours = managers()
-    ours._stale_confidences[0].np[:] = 0.6
-    tokens, drafts = {"0": K + 1, "1": K + 1}, {"0": [0] * K, "1": [0] * K}
-    few = ours.get_num_tokens(tokens, drafts)
-    ours.host_time._last.extend([20.0] * 16)
-    ours.host_time._num_decisions = 0
-    assert ours.get_num_tokens(tokens, drafts) > few
-    on_device = np.arange(65.0)
-    costs = known_costs(on_device, 100.0, np.arange(65), GRAPHS)
-    assert costs[: GRAPHS + 1] == pytest.approx(HOST_SHARE * 100.0)
-    assert costs[GRAPHS + 1 :] == pytest.approx(on_device[GRAPHS + 1 :] + HOST_SHARE * 100.0)
 
 
 def test_steps_without_drafts_leave_confidences_as_they_are():
@@ -159,3 +143,22 @@ def test_of_a_step_that_is_cut_only_the_slots_are_uploaded_when_they_change():
         assert cutting.upload_input(upload, np.arange(3), out=given) is given
         ours.reallocate_drafts(["0"], torch.tensor([SLOTS - 1], dtype=torch.int32))
     assert uploaded == [[1, 2], [1, 2]]
+
+
+def test_the_last_row_that_fits_is_verified():
+    theirs, ours = managers()
+    names = [str(i) for i in range(SLOTS)]
+    theirs.cost_tables = ours.cost_tables = np.zeros(SLOTS + 1), np.full(200, 1.0)
+    for manager in (theirs, ours):
+        manager._stale_confidences[manager._stale_idx].np[:] = 1.0
+    step = dict.fromkeys(names, K + 1), {name: [0] * K for name in names}
+    assert ours.get_num_tokens(*step) == theirs.get_num_tokens(*step) == 60, "rows for which there is room"
+
+
+def test_other_requests_have_their_own_confidences():
+    """As many as before, in other slots."""
+    _, ours = managers()
+    ours._stale_confidences[0].np[:] = 0.0
+    ours._stale_confidences[0].np[SLOTS - 1 - 3] = 1.0  # of request 3
+    for name, expected in (("0", 1), ("3", 1 + K), ("0", 1)):
+        assert ours.get_num_tokens({name: K + 1}, {name: [0] * K}) == expected

@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 from vllm.config import CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 
-from rollout_spec import RolloutSpecConfig, engine_kwargs, step_sizes
+from rollout_spec import RolloutSpecConfig, engine_kwargs
 from rollout_spec.integrations.trainers.controller import EngineController
 from rollout_spec.integrations.vllm import graphs, hooks
+from rollout_spec.schedule import LARGEST_GRAPH
 
 
 @given(st.integers(1, 9000), st.integers(2, 129), st.sampled_from([512, 1024]))
 def test_graphs_cover_every_step_and_are_few(most_tokens, width, usual):
     added = graphs.larger_sizes(usual, most_tokens, width)
-    largest = min(most_tokens, step_sizes.LARGEST_GRAPH) // width * width
+    largest = min(most_tokens, LARGEST_GRAPH) // width * width
     if largest <= usual:
         assert added == []
         return

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from rollout_spec import engine_kwargs
+from rollout_spec.config import PROPOSER_PATH
 from rollout_spec.integrations.vllm import config, plugin
-from rollout_spec.integrations.vllm.config import OUR_SCHEDULE, PASSES, config_of
+from rollout_spec.integrations.vllm.config import PASSES, config_of
 from rollout_spec.integrations.vllm.hooks import init_scheduler
-from rollout_spec.measured_schedule import MeasuredSchedule
+from rollout_spec.schedule import Schedule
 from tests.integrations.engines import build
 
 NOISE_ONLY = engine_kwargs(speculation=False)["additional_config"]
@@ -68,7 +69,8 @@ def test_an_engine_may_choose_its_own_length(tiny_model, options):
         ({"distributed_executor_backend": "external_launcher"}, True),
         ({"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2}, False),
         ({"async_scheduling": False}, False),
-        ({OUR_SCHEDULE: None}, False),
+        ({"budget": False}, False),
+        ({"enable_adaptive_verification": True}, False),
     ],
 )
 def test_where_k_may_follow_from_times(changed, is_measured):
@@ -77,9 +79,13 @@ def test_where_k_may_follow_from_times(changed, is_measured):
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(**options),
         scheduler_config=SimpleNamespace(**options),
-        speculative_config=SimpleNamespace(**({} if OUR_SCHEDULE in changed else {OUR_SCHEDULE: True})),
+        speculative_config=SimpleNamespace(
+            **{"model": PROPOSER_PATH, "method": "", "num_speculative_tokens": 7, **changed}
+        ),
+        additional_config={"rollout_spec": {"drafter": "device", "budget": changed.get("budget", True)}},
     )
     setattr(config.speculative_config, PASSES, (4, None))
     scheduler = SimpleNamespace(vllm_config=config)
-    init_scheduler(lambda self: setattr(self, "dynamic_sd_lookup", [7, 0]), scheduler)
-    assert isinstance(scheduler.dynamic_sd_lookup, MeasuredSchedule) == is_measured
+    init_scheduler(lambda self: None, scheduler)
+    steps = scheduler.rollout_spec
+    assert isinstance(steps and steps._schedule, Schedule) == is_measured

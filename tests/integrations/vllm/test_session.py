@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from rollout_spec import RolloutSpecConfig
-from rollout_spec.budget import SECONDS
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.features import no_features
 from rollout_spec.history.problems import Problems, problem_of_prompt
@@ -126,10 +125,10 @@ def test_steps_are_timed_and_ranks_share_what_they_took():
     assert sizes[0] == 1, "what is measured for the first time is shared at once"
     assert 1 < max(sizes) <= STEPS_PER_SHARING
     assert sum(sizes) > 2 * STEPS_PER_SHARING
-    known = session.budget.cost._measured  # without drafts and with them
-    for seconds in known[:, SECONDS]:
-        assert set(seconds.tolist()) == {0.0, 1.0}
-    assert session.budget.cost.undrafted(1)[0] == 1.0
+    times = session.budget.times
+    for sizes in times._sizes:  # without drafts and with them
+        assert {size.seconds for size in sizes.values()} == {1.0}
+    assert times.undrafted(1) == 1.0
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -170,7 +169,7 @@ def test_a_drafter_that_raises_ends_speculation_or_where_other_ranks_go_on_the_r
 
 
 def num_timed(session):
-    return session.budget.cost._now
+    return session.budget.times.now
 
 
 def test_steps_are_timed_but_not_what_lies_between_two_generations():
@@ -201,7 +200,7 @@ def test_costs_are_those_of_the_graphs_that_steps_run_in(mode, sizes):
         cudagraph_mode=compilation.CUDAGraphMode[mode], cudagraph_capture_sizes=[8, 4, 2, 1]
     )
     advance(session, {"a": [1]})
-    assert session.budget.cost._sizes.tolist() == sizes
+    assert session.budget.times._padded == sizes
 
 
 def test_rejected_targets_reach_a_drafter_that_looks_ahead():
@@ -252,6 +251,7 @@ def a_listening_session(**options):
 def test_the_budget_learns_of_each_draft_what_was_verified_and_accepted(monkeypatch):
     session, _ = a_listening_session(budget=True)
     monkeypatch.setattr(session.budget, "wants_drafts", lambda num_tokens: True)
+    session.budget.times.observe(3, 1.0, drafted=False)
     advance(session, {"a": [1], "b": [2], "c": [3]})
     told = []
     monkeypatch.setattr(session.budget, "observe_drafts", lambda *counts: told.append(counts))
@@ -267,6 +267,7 @@ def test_a_drafter_that_is_not_asked_takes_no_time(monkeypatch):
     asked, learnt = iter([True, False, True, True]), []
     monkeypatch.setattr(session.budget, "wants_drafts", lambda num_tokens: next(asked))
     monkeypatch.setattr(session.budget, "observe_step", lambda *args, **kwargs: learnt.append(kwargs))
+    session.budget.times.observe(2, 1.0, drafted=False)
     for _ in range(4):
         advance(session, {"a": [1], "b": [2]})
     assert len(drafter.limits) == 3

@@ -32,6 +32,7 @@ class Scheduler:
         for name, request in self.requests.items():
             request.request_id = name
         self.max_model_len, self.num_lookahead_tokens, self.log_stats = 1000, 2, True
+        self.vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=WIDTH - 1))
         self.kv_cache_manager = self.coordinator = self.block_pool = self
         self.single_type_managers = [SimpleNamespace(req_to_blocks={name: [0, 1] for name in NAMES}, block_size=16)]
         self.get_num_free_blocks = lambda: num_free
@@ -55,7 +56,7 @@ def scheduled(k=WIDTH - 1, next_k=WIDTH - 1, **changes):
 
 
 def steps(scheduler=None, sub_steps=4, **options):
-    return Steps(scheduler or Scheduler(), 4, sub_steps, **{"has_clock": True, **options})
+    return Steps(scheduler or Scheduler(), 4, sub_steps, **{"has_clock": True, "chooses_k": True, **options})
 
 
 @pytest.mark.parametrize("k", [0, 3])
@@ -150,11 +151,31 @@ def clock(monkeypatch):
     return clock
 
 
+@pytest.mark.parametrize(
+    ("is_cut", "chooses_k", "k", "k_while_off"), [(False, True, 1, 0), (True, True, 3, 0), (False, False, 3, 3)]
+)
+def test_k_of_the_next_drafts(monkeypatch, is_cut, chooses_k, k, k_while_off):
+    """Whole drafts where they are cut; a user's own K as it is, also while drafts are off."""
+    scheduler, found = Scheduler(), []
+    scheduler.vllm_config.speculative_config.enable_adaptive_verification = is_cut
+    monkeypatch.setattr(sub_steps.Schedule, "choose", lambda self, num_requests, most: 1)
+    of_engine = steps(scheduler, chooses_k=chooses_k)
+    for is_enabled in (True, False, True):
+        of_engine.set_enabled(is_enabled)
+        step = scheduled()
+        of_engine.lengthen(step)
+        found.append(step.num_spec_tokens_to_schedule)
+    assert found == [k, k_while_off, k]
+
+
 class Schedule:
-    """In place of `MeasuredSchedule`."""
+    """In place of the one of `schedule.py`."""
 
     def __init__(self):
         self.told = []
+
+    def choose(self, num_requests, most):
+        return most
 
     def observe(self, drafted, accepted, seconds):
         self.told.append((drafted.tolist(), accepted.tolist(), seconds))
@@ -173,7 +194,7 @@ def test_what_is_learned_of_a_step(clock):
     It says nothing where the one before, or those that the host prepares meanwhile, have another K.
     """
     of_engine, said = steps(sub_steps=1), output([5], [7])
-    schedule = of_engine.schedule = Schedule()
+    schedule = of_engine._schedule = Schedule()
 
     def lengthen(*args, **changes):
         step = scheduled(*args, **changes)
@@ -205,7 +226,7 @@ def test_what_is_learned_of_a_step(clock):
 def test_each_pass_of_a_step_is_learned_from(clock, monkeypatch):
     of_engine = steps(Scheduler())
     schedule, timed = Schedule(), []
-    of_engine.schedule = schedule
+    of_engine._schedule = schedule
     monkeypatch.setattr(of_engine._chooser, "observe", lambda *of_step: timed.append(of_step))
     for _ in range(2):
         step = scheduled()
@@ -241,7 +262,7 @@ def test_vllm_counts_drafts_by_pass(clock):
 def test_steps_that_try_a_number_do_not_say_what_a_pass_takes(clock, monkeypatch):
     """Their drafts are counted, but they may take longer than a step will."""
     of_engine, chosen = steps(sub_steps=None), iter([(4, False), (4, True), (4, False)])
-    of_engine.schedule = schedule = Schedule()
+    of_engine._schedule = schedule = Schedule()
 
     def choose(num_requests, has_drafts):
         n, of_engine._chooser.is_trial = next(chosen)
