@@ -29,6 +29,13 @@ def schedule_of(llm):
     return None if steps is None else steps._schedule
 
 
+def always_draft(llm):
+    """Also with one pass per step, though drafts do not pay where kernels are emulated."""
+    schedule = schedule_of(llm)
+    if schedule is not None:
+        schedule.choose = lambda num_requests, most: most
+
+
 def set_costs(runner, milliseconds):
     """Let steps cost what a function says of their number of tokens. vLLM measures it with its graphs."""
     manager = runner.adaptive_verification

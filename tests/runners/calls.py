@@ -157,6 +157,7 @@ def build(kind, model, num_requests, sub_steps):
         llm = build_engine(model, max_num_seqs=num_requests, **room, **options)
     runner = runner_of(llm)
     if options:
+        adaptive.always_draft(llm)
         adaptive.set_costs(runner, adaptive.rising)
     type(runner.model).forward = COUNT.muted(type(runner.model).forward)
     runner.model_state.prepare_attn = COUNT.muted(runner.model_state.prepare_attn)  # differs between backends

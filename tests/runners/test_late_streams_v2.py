@@ -10,7 +10,7 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  puts its own in the place of torch'
 from rollout_spec import engine_kwargs
 from tests.integrations.engines import FEW_BLOCKS, V2_OF_0_31, build, rollouts_of, runner_of, stats_of, two_busy_rounds
 from tests.ptx.streams import late_streams
-from tests.runners.adaptive import as_on_a_gpu, rising, set_costs
+from tests.runners.adaptive import always_draft, as_on_a_gpu, rising, set_costs
 
 pytestmark = [
     pytest.mark.engine,
@@ -31,6 +31,7 @@ def life(model, folder, *, is_adaptive, sub_steps):
         arguments = engine_kwargs(num_speculative_tokens=3, budget=is_adaptive, **options)
         llm = build(model, max_num_seqs=6, **FEW_BLOCKS, **arguments)
     if is_adaptive:
+        always_draft(llm)
         set_costs(runner_of(llm), rising)
     said = [list(output.token_ids) for output in two_busy_rounds(llm)]
     kept = [[part.tolist() for part in rollout] for rollout in rollouts_of(llm)]
