@@ -152,11 +152,11 @@ class StepTimes:
         """Seconds of a step without drafts, of which some are known. O(sizes)."""
         return max(float(_interpolate(self._pad(np.array([num_tokens])), *self._curve(False, 0, math.inf))[0]), 1e-9)
 
-    def drafted(self, num_tokens: int, most: int) -> tuple[Floats, float, bool]:
+    def drafted(self, num_tokens: int, most: int) -> tuple[Floats, float, bool, float]:
         """What 0, 1, ... `most` draft tokens cost beside `num_tokens` others. O(sizes + most).
 
         Returns:
-            (seconds float64 [most + 1], those of a token, whether any cost of drafts is known).
+            (seconds float64 [most + 1], those of a token, whether any cost of drafts is known, `undrafted`).
         """
         base = self.undrafted(num_tokens)
         tokens, seconds = self._curve(True, num_tokens, base)
@@ -166,7 +166,7 @@ class StepTimes:
         price = NEW_SIZE_COST * base * min(FRESH_STEPS / max(self.now, 1), 1.0)
         cost += price * self._is_new[np.minimum(padded, LARGEST_SIZE)]
         cost[0] = 0.0
-        return cost, _slope(tokens, seconds), tokens.size > 1
+        return cost, _slope(tokens, seconds), tokens.size > 1, base
 
     def _curve(self, drafted: bool, above: int, base: float) -> tuple[Floats, Floats]:
         """The sizes of more than `above` tokens, rising, and their seconds, which never fall.
@@ -291,8 +291,7 @@ class Budget:
         Returns:
             `value` and `cost` of `allocate`.
         """
-        cost, per_token, self._is_known = self.times.drafted(num_tokens, max_draft_tokens)
-        undrafted = self.times.undrafted(num_tokens)
+        cost, per_token, self._is_known, undrafted = self.times.drafted(num_tokens, max_draft_tokens)
         # Tokens of prompts are computed with or without drafts: what they cost, as far as is known, is not saved.
         of_prompts = min(max(per_token, 0.0), undrafted / num_tokens) * (num_tokens - num_requests)
         return (undrafted - of_prompts) / num_requests, cost
