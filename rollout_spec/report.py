@@ -65,15 +65,11 @@ def explain(report: dict[str, Any]) -> str:
     if "global_step" in report:
         made_by.append(f"up to step {report['global_step']}, process 1 of {report['num_processes']}")
     head = f"{', '.join(made_by)}\n{stats['emitted_tokens']:,} tokens in {stats['steps']:,} steps: {summary(report)}"
-    sources = [(name, n, right) for name, (n, right) in report["sources"].items() if n]
-    pairs = zip_longest(stats["drafted_per_position"], stats["accepted_per_position"], fillvalue=0)
-    positions = [(str(i), n, accepted) for i, (n, accepted) in enumerate(pairs, 1)]
-    title = "Drafted tokens by where they came from, those that the target reached, verified or not"
-    parts = [head, _table(title, "source", "right", sources)]
-    parts.append(_table("Verified tokens by position in the draft", "position", "accepted", positions))
-    parts.append(_history(report["history"]))
-    parts.append("\n  - ".join(["What to do", *(list(advice(report)) or ["Nothing: leave it as it is."])]))
-    return "\n\n".join(filter(None, parts))
+    reached, right = report["model_drafter"] or (0, 0)
+    if reached:  # verified or not
+        head += f"\nModel drafter: {right / reached:.1%} of the tokens that the target reached were right"
+    advised = "\n  - ".join(["What to do", *(list(advice(report)) or ["Nothing: leave it as it is."])])
+    return "\n\n".join(filter(None, [head, _positions(stats), _history(report["history"]), advised]))
 
 
 def _history(history: dict[str, Any]) -> str:
@@ -88,12 +84,12 @@ def _history(history: dict[str, Any]) -> str:
     return said
 
 
-def _table(title: str, name: str, share: str, counts: list[tuple[str, int, int]]) -> str:
-    """A table of (name, tokens, how many of them were right) under its title; nothing without rows."""
-    rows = [[name, "tokens", share], *([name, f"{n:,}", f"{right / n:.1%}"] for name, n, right in counts)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(["", *(cell.rjust(n) for cell, n in zip(row, widths, strict=True))]) for row in rows]
-    return "\n".join([title, *lines]) if counts else ""
+def _positions(stats: dict[str, Any]) -> str:
+    """A table of verified tokens by their position in the draft; nothing if there were none."""
+    lines = ["Verified tokens by position in the draft", f"  position  {'tokens':>13}  accepted"]
+    counts = zip_longest(stats["drafted_per_position"], stats["accepted_per_position"], fillvalue=0)
+    lines += [f"  {i:>8}  {n:>13,}  {accepted / n:>8.1%}" for i, (n, accepted) in enumerate(counts, 1)]
+    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 def advice(report: dict[str, Any]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-REPORT_FORMAT = 5  # version of the reports that `rollout-spec doctor` reads
+REPORT_FORMAT = 6  # version of the reports that `rollout-spec doctor` reads
 
 
 @dataclass(slots=True)

@@ -41,7 +41,7 @@ from rollout_spec import checks
 from rollout_spec.drafters.base import Tokens
 from rollout_spec.drafters.device import kernels
 from rollout_spec.drafters.device.kernels import EngineSlots
-from rollout_spec.drafters.host.constants import CELLS, MAX_DEPTH, SOURCES
+from rollout_spec.drafters.host.constants import CELLS, MAX_DEPTH
 from rollout_spec.features import FEATURE_WORDS, no_features
 from rollout_spec.history.problems import problem_of_prompt
 from rollout_spec.history.store import Rollout, RolloutStore, check_rollouts
@@ -272,7 +272,6 @@ class DeviceDrafter:
         self._last_drafts = kernels.LastDrafts(num_drafted, drafted, torch.zeros_like(drafted))
         self._continued: dict[int, kernels.LastDrafts] = {}  # the same of `continue_drafts`, by the tokens given
         self._counts = new(CELLS, 2, dtype=torch.int32, device=device)
-        self._by_source = new(len(SOURCES), 2, dtype=torch.int64, device=device)
 
         self._num_started = 0  # requests, and rollouts that were added
         self._live: dict[int, _InSlot] = {}
@@ -506,7 +505,7 @@ class DeviceDrafter:
         known = kernels.NOT_KEPT if not self.wants_features else kernels.UNKNOWN if features is None else kernels.GIVEN
         new = texts.features if features is None else features, num_sampled if first_rows is None else first_rows
         of_engine = engine.token_ids, engine.token_ids.stride(0), engine.lengths
-        outcomes = *self._last_drafts, self._counts, self._by_source
+        outcomes = *self._last_drafts, self._counts
         arguments = slots, *of_engine, *texts.stored, texts.index, *outcomes, *new, num_sampled
         sizes = {"K": k, "WIDTH": next_power_of_2(k), "BLOCK": kernels.NEW_TOKENS}
         kernels.launch_extend[slots.shape](*arguments, FEATURES=known.value, LAYOUT=texts.layout, **sizes, num_warps=1)
@@ -588,17 +587,13 @@ class DeviceDrafter:
 
     # -- what is known about it --------------------------------------------------------------------------------------
 
-    def source_counts(self) -> dict[str, tuple[int, int]]:
-        """By source: (drafted tokens that the target reached, those that were right). Waits for the device."""
-        return {name: (n, hits) for name, (n, hits) in zip(SOURCES, self._by_source.tolist(), strict=True)}
-
     def history_summary(self) -> dict[str, int]:
         return self.rollouts.summary()
 
     def memory_bytes(self) -> int:
         """Bytes on the device and of history on the host."""
         texts = *self._texts.stored, self._texts.members, self._texts.index
-        tensors = [*texts, *self._last_drafts, self._counts, self._by_source]
+        tensors = [*texts, *self._last_drafts, self._counts]
         tensors += [tensor for scratch in self._continued.values() for tensor in scratch]
         of_history = token_bytes(features=self.wants_features) * self._num_archived
         return sum(t.numel() * t.element_size() for t in tensors) + of_history

@@ -71,19 +71,13 @@ MAX_RANK = tl.constexpr((1 << 20) - 1)
 position."""
 BLEND = tl.constexpr(constants.BLEND)
 PRIOR = tl.constexpr(constants.PRIOR)
-NUM_SOURCES = tl.constexpr(len(constants.SOURCES))
 LENGTH_EDGES = tl.constexpr(constants.LENGTH_EDGES)
 LENGTH_BINS = tl.constexpr(constants.NUM_LENGTH_BINS)
 PROBABILITY_BINS = tl.constexpr(constants.NUM_PROBABILITY_BINS)
 BINS_PER_HALVING = tl.constexpr(constants.BINS_PER_HALVING)
 MIN_DISTANCE_FROM_ONE = tl.constexpr(constants.MIN_DISTANCE_FROM_ONE)
-OWN, SIBLING, PROMPT_TEXT, SHARED = (
-    tl.constexpr(constants.OWN),
-    tl.constexpr(constants.SIBLING),
-    tl.constexpr(constants.PROMPT_TEXT),
-    tl.constexpr(constants.SHARED),
-)
-OWN_WEIGHT, SIBLING_WEIGHT, PROMPT_WEIGHT, SHARED_WEIGHT = (tl.constexpr(weight) for weight in constants.SOURCE_WEIGHT)
+OWN_WEIGHT, SIBLING_WEIGHT = tl.constexpr(constants.OWN_WEIGHT), tl.constexpr(constants.SIBLING_WEIGHT)
+PROMPT_WEIGHT, SHARED_WEIGHT = tl.constexpr(constants.PROMPT_WEIGHT), tl.constexpr(constants.SHARED_WEIGHT)
 DOMAIN = tl.constexpr(noise.DOMAIN_TARGET)
 SIMILARITY, MAX_DISAGREEMENT = tl.constexpr(constants.SIMILARITY), tl.constexpr(constants.MAX_DISAGREEMENT)
 UNKNOWN_DISAGREEMENT = tl.constexpr(constants.UNKNOWN_DISAGREEMENT)
@@ -140,7 +134,7 @@ class LastDrafts(NamedTuple):
     tokens: Tensor
     """int32 [R, K]."""
     cells: Tensor
-    """int32 [R, K], by what each token is graded: cell * NUM_SOURCES + source."""
+    """int32 [R, K], the cell in which each token's outcome is counted."""
 
 
 @triton.jit
@@ -190,7 +184,6 @@ def _extend_kernel(
     drafted_ptr,  # `LastDrafts.tokens`
     cells_ptr,  # `LastDrafts.cells`
     counts_ptr,  # int32 [cells, 2]: trials and hits
-    by_source_ptr,  # int64 [NUM_SOURCES, 2]; only for reports, so never halved
     new_features_ptr,  # int64 [N, FEATURE_WORDS], of the tokens that each row of the step's logits says
     first_rows_ptr,  # int32 [B]: the first of each request's rows
     num_sampled_ptr,  # int32 [B]: how many of its last tokens come from them
@@ -220,11 +213,9 @@ def _extend_kernel(
     first_miss = tl.min(tl.where(reached & ~hit, j, WIDTH), 0)
     reached &= j <= first_miss
     hit &= j < first_miss
-    cell, one = tl.load(cells_ptr + at, mask=reached, other=0), tl.full([WIDTH], 1, tl.int64)
-    tl.atomic_add(counts_ptr + cell // NUM_SOURCES * 2, 1, mask=reached, sem="relaxed")
-    tl.atomic_add(counts_ptr + cell // NUM_SOURCES * 2 + 1, 1, mask=hit, sem="relaxed")
-    tl.atomic_add(by_source_ptr + cell % NUM_SOURCES * 2, one, mask=reached, sem="relaxed")
-    tl.atomic_add(by_source_ptr + cell % NUM_SOURCES * 2 + 1, one, mask=hit, sem="relaxed")
+    cell = tl.load(cells_ptr + at, mask=reached, other=0)
+    tl.atomic_add(counts_ptr + cell * 2, 1, mask=reached, sem="relaxed")
+    tl.atomic_add(counts_ptr + cell * 2 + 1, 1, mask=hit, sem="relaxed")
 
     prompt, column = tl.load(documents_ptr + PROMPT).to(tl.int32), tl.load(documents_ptr + COLUMN)
     entry = _entry(tl.load(documents_ptr + STAMP), slot, LAYOUT)
@@ -518,7 +509,7 @@ def _shares(alive, length, votes):
 @triton.jit
 def _candidates(matches, alive, slot, members_ptr, found_ptr, documents_ptr):
     """Where the matches are: (length, position, whether in the request's own text, offset and length of the document,
-    source, weight)."""
+    weight)."""
     length = (matches >> LENGTH_SHIFT).to(tl.int32)
     number = (((matches >> RANK_SHIFT) & MAX_RANK) ^ MAX_RANK).to(tl.int32)
     position = (matches & 0xFFFFFFFF).to(tl.int32)
@@ -528,10 +519,9 @@ def _candidates(matches, alive, slot, members_ptr, found_ptr, documents_ptr):
     fields = documents_ptr + tl.where(is_own, slot, document) * FIELDS
     offset, limit = tl.load(fields + OFFSET), tl.load(fields + LENGTH).to(tl.int32)
     is_output = position >= tl.load(fields + PROMPT).to(tl.int32)
-    source = tl.where(is_own, tl.where(is_output, OWN, PROMPT_TEXT), tl.where(is_shared, SHARED, SIBLING))
     others_weight = tl.where(is_shared, SHARED_WEIGHT, SIBLING_WEIGHT)
     weight = tl.where(is_own, tl.where(is_output, OWN_WEIGHT, PROMPT_WEIGHT), others_weight)
-    return length, position, is_own, offset, limit, source, weight
+    return length, position, is_own, offset, limit, weight
 
 
 @triton.jit
@@ -585,14 +575,6 @@ def _cell(coupled, expected, longest):
 
 
 @triton.jit
-def _source(alive, agrees, weight, source):
-    """Where a drafted token comes from; see `step.source_of`."""
-    has_origin = agrees | (alive & (tl.sum(agrees.to(tl.int32)) == 0))
-    heaviest = tl.argmax(tl.where(has_origin, weight, -1.0), 0)
-    return tl.sum(tl.where(tl.arange(0, MAX_CANDIDATES) == heaviest, source, 0))
-
-
-@triton.jit
 def _draft_kernel(
     slots_ptr,  # int32 [B]
     keys_ptr,  # int64 [B, splits, MAX_CANDIDATES]
@@ -627,7 +609,7 @@ def _draft_kernel(
     own = documents_ptr + slot * FIELDS
     own_offset, own_length = tl.load(own + OFFSET), tl.load(own + LENGTH).to(tl.int32)
     members_ptr += tl.load(own + PROBLEM) * (1 + MAX_MEMBERS)
-    length, position, is_own, offset, limit, source, weight = _candidates(
+    length, position, is_own, offset, limit, weight = _candidates(
         matches, alive, slot, members_ptr, found_ptr + row * COLUMNS, documents_ptr
     )
     if FEATURES:
@@ -667,7 +649,7 @@ def _draft_kernel(
         longest = tl.max(tl.where(alive, length, 0))
         cell = _cell(coupled, expected, longest)
         tl.store(drafted_ptr + slot * K + num, chosen)
-        tl.store(cells_ptr + slot * K + num, cell * NUM_SOURCES + _source(alive, agrees, weight, source))
+        tl.store(cells_ptr + slot * K + num, cell)
         tl.store(output_ptr + num, chosen.to(tl.int64))
         tl.store(rates_ptr + num, _rate(counts_ptr, cell, expected))
 

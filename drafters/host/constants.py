@@ -17,12 +17,9 @@ ENOUGH_CANDIDATES = 8
 
 # -- the weight of a vote ------------------------------------------------------------------------------------------
 
-OWN, SIBLING, PROMPT_TEXT, SHARED, LOOKAHEAD = range(5)
-SOURCES = ("own", "problem", "prompt", "shared", "lookahead")
-"""Where a drafted token comes from: the request's own output, the problem's other rollouts, its prompt, other problems,
-the lookahead pool."""
-SOURCE_WEIGHT = (2.0, 2.0, 0.5, 0.1)
-"""Weight of a candidate by where it comes from; the lookahead pool's token has LOOKAHEAD_WEIGHT."""
+OWN_WEIGHT, SIBLING_WEIGHT, PROMPT_WEIGHT, SHARED_WEIGHT = 2.0, 2.0, 0.5, 0.1
+"""Weight of a candidate by where it comes from: the request's own output, the problem's other rollouts, its prompt,
+other problems. The lookahead pool's token has LOOKAHEAD_WEIGHT."""
 SIMILARITY = 0.4
 """A candidate's weight is divided by e^(SIMILARITY n) where its signature is n bits further from the request's
 than the most similar candidate's."""

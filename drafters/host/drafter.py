@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from rollout_spec import checks
 from rollout_spec.drafters.base import Tokens
 from rollout_spec.drafters.host import constants, ngram, step, suffix
-from rollout_spec.drafters.host.constants import SOURCES
 from rollout_spec.drafters.host.index import WINDOW, DrafterSettings, Index, append_tokens, remove_document
 from rollout_spec.drafters.host.lookahead import LOOKAHEAD_ORDER, new_pool
 from rollout_spec.drafters.host.requests import UNLIMITED, RequestTable
@@ -45,7 +44,7 @@ from rollout_spec.drafters.host.store import (
     TextStore,
     is_private,
 )
-from rollout_spec.drafters.host.voting import Calibration, new_scratch
+from rollout_spec.drafters.host.voting import new_scratch
 from rollout_spec.features import SIGNATURE_BITS, Features, check_features, decoded_probabilities
 from rollout_spec.history.problems import problem_of_prompt
 from rollout_spec.history.store import Rollout, RolloutStore, check_rollouts
@@ -165,9 +164,7 @@ class HistoryDrafter:
         )
         self._index = Index(suffix.new_tree(), suffix.new_tree(), ngram.new_buckets(1024 if index == "ngram" else 1))
         self._pool = new_pool(POOL_ENTRIES if lookahead else 1)
-        self._calibration = Calibration(
-            counts=np.zeros((constants.CELLS, 2), np.float32), by_source=np.zeros((len(SOURCES), 2), np.int64)
-        )
+        self._outcomes = np.zeros((constants.CELLS, 2), np.float32)
         self.table = RequestTable(max_draft_tokens)
         self._referenced = self._state()
         self._reference = by_reference(self._referenced)
@@ -281,7 +278,7 @@ class HistoryDrafter:
 
     def _state(self) -> HistoryState:
         """All that is known, for compiled functions."""
-        return HistoryState(self._store.arrays, self._index, self._pool, self._settings, self._calibration)
+        return HistoryState(self._store.arrays, self._index, self._pool, self._settings, self._outcomes)
 
     def _state_by_reference(self) -> Any:
         now, last = self._state(), self._referenced
@@ -349,13 +346,9 @@ class HistoryDrafter:
     def memory_bytes(self) -> int:
         index = self._index
         arrays: list[NDArray] = [
-            *self._store.arrays, *index.tree, *index.shared, index.buckets, *self._calibration, *self._pool,
+            *self._store.arrays, *index.tree, *index.shared, index.buckets, self._outcomes, *self._pool,
         ]  # fmt: skip
         return self.table.memory_bytes() + sum(array.nbytes for array in arrays)
-
-    def source_counts(self) -> dict[str, tuple[int, int]]:
-        """By source (see `SOURCES`): (drafted tokens that the target reached, those that were right)."""
-        return {name: (int(n), int(hits)) for name, (n, hits) in zip(SOURCES, self._calibration.by_source, strict=True)}
 
     def history_summary(self) -> dict[str, int]:
         return self.rollouts.summary()

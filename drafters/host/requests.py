@@ -24,7 +24,7 @@ class HistoryDrafts(NamedTuple):
     lengths: NDArray[np.int64]  # [R]
     tokens: Int32Array  # [R, K]
     confidence: Float32Array  # [R, K] see `Draft.confidence`
-    cells: Int32Array  # [R, K, 2] index into the calibration's counts, and the source
+    cells: Int32Array  # [R, K] where each token's outcome is counted
 
 
 class Requests(NamedTuple):
@@ -126,7 +126,7 @@ def _new_requests(num_rows: int, num_stops: int, k: int) -> Requests:
             lengths=zeros(np.int64),
             tokens=zeros(np.int32, k),
             confidence=zeros(np.float32, k),
-            cells=zeros(np.int32, k, 2),
+            cells=zeros(np.int32, k),
         ),
         num_offered=zeros(np.int64),
         confidence=zeros(np.float32, k),

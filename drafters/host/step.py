@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 
 from rollout_spec.budget import NUM_BINS, allocate
 from rollout_spec.drafters.host import lookahead, voting
-from rollout_spec.drafters.host.constants import LOOKAHEAD, LOOKAHEAD_WEIGHT, MAX_DEPTH
+from rollout_spec.drafters.host.constants import LOOKAHEAD_WEIGHT, MAX_DEPTH
 from rollout_spec.drafters.host.index import DrafterSettings, Index, append_features, gather, index_document
 from rollout_spec.drafters.host.lookahead import LOOKAHEAD_ORDER, Pool
 from rollout_spec.drafters.host.store import PROBLEM, TextArrays, append_token, last_position, read_back
-from rollout_spec.drafters.host.voting import Calibration
 from rollout_spec.features import Features, no_features
 from rollout_spec.jit import njit
-from rollout_spec.types import Int32Array
+from rollout_spec.types import Float32Array, Int32Array
 
 NO_FEATURES = no_features(0)
 
@@ -38,7 +37,7 @@ class HistoryState(NamedTuple):
     lookup: Index
     pool: Pool
     settings: DrafterSettings
-    calibration: Calibration
+    outcomes: Float32Array  # [CELLS, 2] (trials, hits) of drafted tokens that the target reached, by `voting.cell_of`
 
 
 class Sampled(NamedTuple):
@@ -113,15 +112,12 @@ def _num_kept(requests, row, tokens, first, num_new):
 
 
 @njit(allocates=False)
-def _grade(drafts, calibration, row, tokens, first, size):
+def _grade(drafts, outcomes, row, tokens, first, size):
     """Learn from a draft of history up to its first difference from the request's next tokens."""
     for depth in range(min(drafts.lengths[row], size)):
         target = tokens[first + depth]
         hit = drafts.tokens[row, depth] == target
-        cell, source = drafts.cells[row, depth]
-        voting.count_outcome(calibration.counts[cell], hit)
-        calibration.by_source[source, 0] += 1
-        calibration.by_source[source, 1] += hit
+        voting.count_outcome(outcomes[drafts.cells[row, depth]], hit)
         if not hit:
             break
     drafts.lengths[row] = 0
@@ -161,7 +157,7 @@ def _learn(requests, history, options, sampled, window, limits):
         num_right += max(min(num_accepted, num_judged), 0)
         size = _num_kept(requests, row, tokens, first, num_new)
         if history is not None and size > 0:
-            _grade(requests.history, history.calibration, row, tokens, first, size)
+            _grade(requests.history, history.outcomes, row, tokens, first, size)
             document = requests.document[row]
             for j in range(size):
                 position = append_token(history.store, document, tokens[first + j])
@@ -230,24 +226,9 @@ def propose(requests, history, rows, limits, scratch):
 
 
 @njit(allocates=False)
-def source_of(store, token, is_of_pool, count, positions, weights, sources):
-    """Where a drafted token comes from, for reports: from the heaviest candidate that said it.
-
-    If none did, it was remembered, and comes from the heaviest of all; or from the lookahead pool.
-    """
-    heaviest, source = (False, -1.0), LOOKAHEAD
-    for j in range(count):
-        said = store.tokens[positions[j]] == token
-        if (said or not is_of_pool) and (said, weights[j]) > heaviest:
-            heaviest, source = (said, weights[j]), sources[j]
-    return source
-
-
-@njit(allocates=False)
 def _propose(requests, history, rows, limits, scratch):
-    store, settings, calibration = history.store, history.settings, history.calibration
-    out = requests.history
-    positions, lengths, weights, sources = scratch.positions, scratch.lengths, scratch.weights, scratch.sources
+    store, settings, out = history.store, history.settings, requests.history
+    positions, lengths, weights = scratch.positions, scratch.lengths, scratch.weights
     found, mass = scratch.found, scratch.mass
     for i in range(rows.size):
         row = rows[i]
@@ -266,9 +247,9 @@ def _propose(requests, history, rows, limits, scratch):
                     store, history.lookup, settings, document, text[start:end], end - start, positions, lengths,
                     scratch.path,
                 )  # fmt: skip
-                voting.weigh(store, document, count, positions, weights, sources)
+                voting.weigh(store, document, count, positions, weights)
                 count = voting.compare_states(
-                    store, settings, document, depth, count, positions, lengths, weights, sources, scratch.differing
+                    store, settings, document, depth, count, positions, lengths, weights, scratch.differing
                 )
             num_found, longest, left = voting.blend(
                 store, settings, count, positions, lengths, weights, scratch.by_length, scratch.share, found, mass
@@ -289,16 +270,15 @@ def _propose(requests, history, rows, limits, scratch):
                 expected = 1.0 - left if coupled else mass[best]
             token = found[best]
             cell = voting.cell_of(coupled, expected, longest)
-            out.cells[row, depth, 0] = cell
-            out.cells[row, depth, 1] = source_of(store, token, token == guess, count, positions, weights, sources)
-            survival *= voting.rate(calibration.counts[cell], expected)
+            out.cells[row, depth] = cell
+            survival *= voting.rate(history.outcomes[cell], expected)
             if survival < settings.min_survival and depth > 0:  # a first token keeps its cell up to date
                 break
             out.tokens[row, depth] = token
             out.confidence[row, depth] = survival
             out.lengths[row] = depth + 1
             text[end] = token
-            count = voting.advance(store, token, count, positions, lengths, weights, sources)
+            count = voting.advance(store, token, count, positions, lengths, weights)
 
 
 @njit

@@ -24,17 +24,10 @@ from rollout_spec.drafters.host.suffix import Path, new_path
 from rollout_spec.features import FEATURE_WORDS, MAX_CODE, SIGNATURE_BITS, SIGNATURE_WORDS, TOP_TOKENS
 from rollout_spec.jit import njit
 from rollout_spec.noise.host import DOMAIN_TARGET, gumbel_from_hash, hash_words
-from rollout_spec.types import Float32Array, Int32Array
+from rollout_spec.types import Int32Array
 
 MAX_FOUND = (TOP_TOKENS + 1) * MAX_CANDIDATES + 1
 """Most distinct tokens of one position: each candidate's own and those remembered with it, and the lookahead pool's."""
-
-
-class Calibration(NamedTuple):
-    """Outcomes of drafted tokens that the target reached. The last axis is (trials, hits)."""
-
-    counts: Float32Array  # [CELLS, 2], by `cell_of`
-    by_source: NDArray[np.int64]  # [source, 2]
 
 
 class Scratch(NamedTuple):
@@ -45,7 +38,6 @@ class Scratch(NamedTuple):
     positions: Int32Array  # [MAX_CANDIDATES]
     lengths: Int32Array  # [MAX_CANDIDATES] how far they match
     weights: NDArray[np.float64]  # [MAX_CANDIDATES]
-    sources: Int32Array  # [MAX_CANDIDATES]
     differing: Int32Array  # [MAX_CANDIDATES] bits of the signatures that differ
     found: Int32Array  # [MAX_FOUND] distinct next tokens
     mass: NDArray[np.float64]  # [MAX_FOUND] their probabilities, or the logarithms with noise
@@ -56,10 +48,10 @@ class Scratch(NamedTuple):
 def new_scratch(max_tokens):
     """Buffers for drafts of at most `max_tokens` tokens."""
     text, weights = np.empty(MAX_DEPTH + max_tokens, np.int32), np.empty(MAX_CANDIDATES)
-    positions, lengths, sources, differing = np.empty((4, MAX_CANDIDATES), np.int32)
+    positions, lengths, differing = np.empty((3, MAX_CANDIDATES), np.int32)
     found, mass = np.empty(MAX_FOUND, np.int32), np.empty(MAX_FOUND)
     by_length, share = np.zeros((2, MAX_DEPTH + 1))
-    return Scratch(text, new_path(), positions, lengths, weights, sources, differing, found, mass, by_length, share)
+    return Scratch(text, new_path(), positions, lengths, weights, differing, found, mass, by_length, share)
 
 
 @njit(allocates=False)
@@ -80,20 +72,19 @@ def rate(outcomes, expected):
 
 
 @njit(allocates=False)
-def weigh(store, document, count, positions, weights, sources):
-    """Give each candidate its source, and the weight of it."""
+def weigh(store, document, count, positions, weights):
+    """Give each candidate the weight of where it comes from."""
     problem = store.documents[document, PROBLEM]
     for i in range(count):
         theirs = store.pages[positions[i] >> PAGE_BITS, DOCUMENT]
         if theirs == document:
-            source = constants.OWN
+            weights[i] = constants.OWN_WEIGHT
         elif store.documents[theirs, PROBLEM] != problem:
-            source = constants.SHARED
+            weights[i] = constants.SHARED_WEIGHT
         elif store.documents[theirs, KIND] == ROLLOUT:
-            source = constants.SIBLING
+            weights[i] = constants.SIBLING_WEIGHT
         else:
-            source = constants.PROMPT_TEXT
-        sources[i], weights[i] = source, constants.SOURCE_WEIGHT[source]
+            weights[i] = constants.PROMPT_WEIGHT
 
 
 @njit(allocates=False)
@@ -117,7 +108,7 @@ def _num_differing(features, a, b):
 
 
 @njit(allocates=False)
-def compare_states(store, settings, document, depth, count, positions, lengths, weights, sources, differing):
+def compare_states(store, settings, document, depth, count, positions, lengths, weights, differing):
     """Weigh candidates by how similar the target's state was to its last known one in this document.
 
     That one predicted the document's last token, which lies `depth` + 1 before the one to be drafted. A candidate is
@@ -139,7 +130,7 @@ def compare_states(store, settings, document, depth, count, positions, lengths, 
     for i in range(count):
         more = differing[i] - fewest if differing[i] >= 0 else constants.UNKNOWN_DISAGREEMENT
         if more <= constants.MAX_DISAGREEMENT:
-            positions[kept], lengths[kept], sources[kept] = positions[i], lengths[i], sources[i]
+            positions[kept], lengths[kept] = positions[i], lengths[i]
             weights[kept] = weights[i] * settings.by_disagreement[more]
             kept += 1
     return kept
@@ -242,7 +233,7 @@ def choose(num_found, mass):
 
 
 @njit(allocates=False)
-def advance(store, token, count, positions, lengths, weights, sources):
+def advance(store, token, count, positions, lengths, weights):
     """Keep the candidates whose token is `token`, moved on by one. Returns their number."""
     tokens, alive = store.tokens, 0
     for i in range(count):
@@ -252,7 +243,7 @@ def advance(store, token, count, positions, lengths, weights, sources):
             continue
         positions[alive] = after(store.pages, position)
         lengths[alive] = min(lengths[i] + 1, MAX_DEPTH)
-        weights[alive], sources[alive] = weights[i], sources[i]
+        weights[alive] = weights[i]
         alive += 1
     return alive
 

@@ -65,19 +65,18 @@ def history(engine: Engine) -> dict[str, Any]:
 
 def report(engine: Engine) -> dict[str, Any]:
     """The report that `rollout-spec doctor` explains, as plain data."""
-    session, num_tokens, sources = engine.session, 0, {}
-    if session is not None:
-        num_tokens, sources = session.num_speculative_tokens, session.source_counts()
+    session = engine.session
+    choice = None if session is None else session.choice
     return {
         "format": REPORT_FORMAT,
         "versions": installed_versions(REPORTED_VERSIONS),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU",
-        "num_speculative_tokens": num_tokens,
+        "num_speculative_tokens": 0 if session is None else session.num_speculative_tokens,
         "has_budget": session is not None and session.budget is not None,
         "is_adaptive": engine.is_cutting,
         "most_passes": engine.most_passes,
         "stats": engine.stats.to_dict(),
-        "sources": sources,
+        "model_drafter": None if choice is None else choice.model_counts(),
         "history": history(engine),
     }
 

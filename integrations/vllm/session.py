@@ -76,12 +76,6 @@ class Session:
         """Bytes that the drafter holds; 0 if it does not say."""
         return self._report("memory_bytes") or 0
 
-    def source_counts(self) -> dict[str, list[int]]:
-        """By source, [drafted tokens that the target reached, those that were right]; empty if it has no sources."""
-        counts = self._report("source_counts") or {}
-        model = {} if self.choice is None else {"model": self.choice.model_counts()}
-        return {str(name): list(map(int, of_source)) for name, of_source in {**counts, **model}.items()}
-
     def history_summary(self) -> dict[str, int]:
         """What the drafter's history holds; empty if it does not say."""
         return self._report("history_summary") or {}

@@ -326,5 +326,4 @@ def test_two_ranks_cut_alike_and_their_scheduler_hears_of_it(tiny_model, off, re
     assert first["is_adaptive"]
     assert second["is_adaptive"]
     assert second["stats"]["steps"] == 0, "vLLM reads the first rank's outputs alone"
-    assert first["sources"] == second["sources"]
     assert 20 < cut["accepted_tokens"] < cut["draft_tokens"] < 0.7 * K * 30 * 8

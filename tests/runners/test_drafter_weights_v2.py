@@ -73,7 +73,7 @@ def copied(parameters):
 
 
 def model_counts(llm):
-    return llm.collective_rpc("rollout_spec", args=("report",))[0]["sources"]["model"]
+    return llm.collective_rpc("rollout_spec", args=("report",))[0]["model_drafter"]
 
 
 def compare(pair, model, seed, **sampling):

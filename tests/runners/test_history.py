@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
+from unittest.mock import patch
+
 import pytest
 
 pytest.importorskip("vllm")
@@ -36,26 +37,25 @@ K = 3
 PROMPT = list(range(4, 24))
 
 
-def sources_of(llm):
-    return llm.collective_rpc("rollout_spec", args=("report",))[0]["sources"]
+def num_known(llm):
+    return history_of(llm)["requests_with_history"]
 
 
 def test_later_turns_draft_from_earlier_ones(tiny_model, off, reference_model):
     """A later turn's prompt is the earlier one, the rollout and a tool's answer."""
     on = build(tiny_model, **verify_all(num_speculative_tokens=K, **(DEVICE if IS_V2 else {"drafter": "suffix"})))
-    conversations, counts = [*FIRST_PROMPTS], []
+    conversations, known = [*FIRST_PROMPTS], []
     for turn in range(3):
         asked = mixed_params(3, turn, temperature=0.5, max_tokens=16, ignore_eos=True)
-        outputs = generate(on, asked, conversations)
+        before, outputs = num_known(on), generate(on, asked, conversations)
+        known.append(num_known(on) - before)
         assert_same(outputs, generate(off, asked, conversations), conversations, asked, reference_model)
         generate(on, [LAST])
-        counts.append(sources_of(on)["problem"])
         said = [list(output.token_ids) for output in outputs]
         conversations = [
             [*before, *tokens, 3, sum(tokens) % 7, 5] for before, tokens in zip(conversations, said, strict=True)
         ]
-    assert counts[0][0] == 0  # nobody else has the same problem
-    assert counts[2][1] > counts[1][1] > 0
+    assert known == [0, 3, 3]
     drafter = session_of(on).drafter
     drafter.check_integrity()
     problems = {problem_of_prompt(prompt) for prompt in FIRST_PROMPTS}
@@ -67,18 +67,14 @@ def test_later_turns_draft_from_earlier_ones(tiny_model, off, reference_model):
     assert drafter._store.num_tokens <= 3 * 19 + 2 * 3 * (3 + 32) + 3 * 3 * 16 + 3 + 2 * 3
 
 
-def ask(llm, salt, prompt=PROMPT, **params):
-    """(Greedy output, tokens drafted from what others have said: of the same problem, of any problem)."""
-
-    def count():
-        generate(llm, [LAST])
-        of_problem, of_any = (sources_of(llm).get(name, [0])[0] for name in ("problem", "shared"))
-        return np.array([of_problem, of_problem + of_any])
-
-    before, salted = count(), {} if salt is None else {"cache_salt": salt}
+def ask(llm, salt, **params):
+    """(Greedy output, whether its problem has history, whether it is drafted from its own text alone)."""
+    before, salted = num_known(llm), {} if salt is None else {"cache_salt": salt}
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, **params)
-    (output,) = llm.generate([{"prompt_token_ids": prompt, **salted}], params, use_tqdm=False)
-    return list(output.outputs[0].token_ids), *(count() - before).tolist()
+    drafter = session_of(llm).drafter
+    with patch.object(drafter, "start_request", wraps=drafter.start_request) as start:
+        (output,) = llm.generate([{"prompt_token_ids": PROMPT, **salted}], params, use_tqdm=False)
+    return list(output.outputs[0].token_ids), num_known(llm) > before, start.call_args.kwargs["own_only"]
 
 
 @pytest.mark.parametrize("ignores", [False, True])
@@ -87,14 +83,11 @@ def test_a_salted_request_shares_nothing_unless_salts_are_ignored(tiny_model, tm
     llm, said = build(tiny_model, max_num_seqs=4, **options), []
     named = {"extra_args": {"rollout_spec": {"problem_id": 7}}}
     for salt, of_request in (("a", {}), ("a", {}), ("b", named), (None, named), ("b", named), (None, {}), (None, {})):
-        tokens, of_problem, of_any = ask(llm, salt, **of_request)
+        tokens, is_known, own_only = ask(llm, salt, **of_request)
         said.append(tokens)
         is_first = len(said) in ((1, 3) if ignores else (4, 6))  # of a problem, as far as salts let one know
         is_alone = salt is not None and not ignores
-        assert (of_problem > 0) == (not is_alone and not is_first), (len(said), of_problem)
-        assert of_any == 0 or not is_alone, (len(said), of_any)
-    if not ignores:
-        assert ask(llm, "a", [3, *PROMPT])[2] == 0, "a prompt that ends as others"
+        assert (is_known, own_only) == (not is_alone and not is_first, is_alone), len(said)
     assert said == [said[0]] * 7
     session_of(llm).close()
     assert {rollout.problem_id == 7 for rollout in rollouts_in(tmp_path)} == {True, False}

@@ -97,7 +97,7 @@ def test_the_model_drafts_the_same_alone_and_beside_history(drafters, off, refer
     assert min(stats["accepted_tokens"], stats["rejected_tokens"]) > 10
     assert stats["drafter_errors"] == 0
     (report,) = engines[1].collective_rpc("rollout_spec", args=("report",))
-    reached, right = report["sources"]["model"]
+    reached, right = report["model_drafter"]
     assert 0 < right < reached
 
 
@@ -110,7 +110,7 @@ def test_drafts_are_drawn_with_the_targets_noise(drafters, verify, least, most):
     params = mixed_params(12, 4, temperature=1.3, ignore_eos=True, **PLAIN)
     generate(llm, params, [[1, *range(4, 4 + i % 5), 9] for i in range(len(params))])
     (report,) = llm.collective_rpc("rollout_spec", args=("report",))
-    reached, right = report["sources"]["model"]
+    reached, right = report["model_drafter"]
     assert reached > 20
     assert least <= right / reached <= most
 

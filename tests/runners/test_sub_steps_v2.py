@@ -347,5 +347,4 @@ def test_two_ranks_run_the_same_passes(engine, off, reference_model, tiny_model,
             assert_same(found, generate(off, params, prompts), prompts, params, reference_model)
         first, second = llm.collective_rpc("rollout_spec", args=("report",))
     assert first["most_passes"] == second["most_passes"] == engine.n
-    assert first["sources"] == second["sources"]
     assert first["stats"]["accepted_tokens"] > 0

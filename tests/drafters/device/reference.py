@@ -104,7 +104,6 @@ class Counters:
     """Outcomes of drafted tokens that the target reached: (trials, hits) in the last axis."""
 
     counts: NDArray[np.int32] = field(default_factory=lambda: np.zeros((constants.CELLS, 2), np.int32))
-    by_source: NDArray[np.int32] = field(default_factory=lambda: np.zeros((len(constants.SOURCES), 2), np.int32))
 
     def halve_full(self) -> None:
         """Halve the counters with MAX_TRIALS trials. `DeviceDrafter` does the same when requests end."""
@@ -123,7 +122,6 @@ class DraftedToken(NamedTuple):
     rate: float
     """Estimated probability of acceptance once it is reached."""
     cell: int
-    source: int
 
 
 def draft_tokens(
@@ -155,21 +153,21 @@ def draft_tokens(
             more = constants.UNKNOWN_DISAGREEMENT if bits is None else bits - fewest
         if more > constants.MAX_DISAGREEMENT:
             continue
-        source = constants.SIBLING if match.document < num_of_problem else constants.SHARED
+        weight = constants.SIBLING_WEIGHT if match.document < num_of_problem else constants.SHARED_WEIGHT
         if match.document == 0:
-            source = constants.OWN if match.position >= own.prompt_length else constants.PROMPT_TEXT
-        candidates.append((match, constants.SOURCE_WEIGHT[source] * math.exp(-constants.SIMILARITY * more), source))
+            weight = constants.OWN_WEIGHT if match.position >= own.prompt_length else constants.PROMPT_WEIGHT
+        candidates.append((match, weight * math.exp(-constants.SIMILARITY * more)))
     drafted: list[DraftedToken] = []
     while candidates and len(drafted) < max_tokens:
         chosen = _choose(candidates, documents, text, seed, counters)
         drafted.append(chosen)
         text.append(chosen.token)
         alive = []
-        for match, weight, source in candidates:
+        for match, weight in candidates:
             tokens = text if match.document == 0 else documents[match.document].tokens
             if tokens[match.position] == chosen.token and match.position + 1 < len(tokens):
                 moved = Match(match.document, match.position + 1, min(match.length + 1, constants.MAX_DEPTH))
-                alive.append((moved, weight, source))
+                alive.append((moved, weight))
         candidates = alive
     return drafted
 
@@ -193,20 +191,20 @@ def _distribution(document: Document, position: int, token: int) -> dict[int, fl
 
 
 def _choose(
-    candidates: list[tuple[Match, float, int]],
+    candidates: list[tuple[Match, float]],
     documents: Sequence[Document],
     text: list[int],
     seed: int | None,
     counters: Counters,
 ) -> DraftedToken:
-    next_tokens = [(text if m.document == 0 else documents[m.document].tokens)[m.position] for m, _, _ in candidates]
+    next_tokens = [(text if m.document == 0 else documents[m.document].tokens)[m.position] for m, _ in candidates]
     share, left, total = {}, 1.0, 0.0
-    for length in sorted({m.length for m, _, _ in candidates}, reverse=True):
-        total += sum(w for m, w, _ in candidates if m.length == length)
+    for length in sorted({m.length for m, _ in candidates}, reverse=True):
+        total += sum(w for m, w in candidates if m.length == length)
         share[length] = left / (total + constants.BLEND)
         left *= constants.BLEND / (total + constants.BLEND)
     mass: dict[int, float] = {}
-    for token, (match, weight, _) in zip(next_tokens, candidates, strict=True):
+    for token, (match, weight) in zip(next_tokens, candidates, strict=True):
         votes = weight * sum(s for length, s in share.items() if length <= match.length)
         distribution = _distribution(documents[match.document], match.position, int(token))
         for t, probability in distribution.items():
@@ -225,17 +223,13 @@ def _choose(
     else:
         token = max(mass, key=lambda t: mass[t])
         expected = 1.0 - left if coupled else mass[token]
-    of_token = [(w, -i) for i, (t, (_, w, _)) in enumerate(zip(next_tokens, candidates, strict=True)) if t == token]
-    if not of_token:  # it was remembered there, but another one was sampled
-        of_token = [(w, -i) for i, (_, w, _) in enumerate(candidates)]
-    source = candidates[-max(of_token)[1]][2]
     distance = max(1.0 - expected, constants.MIN_DISTANCE_FROM_ONE)
     probability_bin = min(int(-constants.BINS_PER_HALVING * math.log2(distance)), constants.NUM_PROBABILITY_BINS - 1)
-    longest = max(m.length for m, _, _ in candidates)
+    longest = max(m.length for m, _ in candidates)
     row = int(coupled) * constants.NUM_PROBABILITY_BINS + probability_bin
     length_bin = sum(longest > edge for edge in constants.LENGTH_EDGES)
     cell = row * constants.NUM_LENGTH_BINS + length_bin
-    return DraftedToken(token, counters.rate(cell, expected), cell, source)
+    return DraftedToken(token, counters.rate(cell, expected), cell)
 
 
 @dataclass(slots=True)
@@ -312,7 +306,6 @@ class ReferenceDrafter:
         for chosen, token in zip(live.drafted, new, strict=False):
             hit = chosen.token == token
             self.counters.counts[chosen.cell] += (1, hit)
-            self.counters.by_source[chosen.source] += (1, hit)
             if not hit:  # what was said after it was verified for another drafter
                 break
         live.drafted = []

@@ -217,7 +217,6 @@ def check_against_reference(operations, random, *, has_features=False, **options
         if is_bounded:
             check_pool(engine.drafter)
     np.testing.assert_array_equal(engine.drafter._counts.numpy(), engine.reference.counters.counts)
-    np.testing.assert_array_equal(engine.drafter._by_source.numpy(), engine.reference.counters.by_source)
 
 
 def check_pool(drafter):

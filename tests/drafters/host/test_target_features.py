@@ -33,8 +33,8 @@ def start(recorder, req_id, prompt, tokens, features, **kwargs):
 
 def source_weight(drafter, req_id, document):
     if drafter._store.arrays.documents[document, KIND] == PROMPT:
-        return constants.SOURCE_WEIGHT[constants.PROMPT_TEXT]
-    return constants.SOURCE_WEIGHT[constants.OWN if document == drafter._live[req_id].document else constants.SIBLING]
+        return constants.PROMPT_WEIGHT
+    return constants.OWN_WEIGHT if document == drafter._live[req_id].document else constants.SIBLING_WEIGHT
 
 
 def drafted_by_hand(recorder, req_id, seed, features):
