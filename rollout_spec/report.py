@@ -14,6 +14,7 @@ from rollout_spec.stats import REPORT_FORMAT
 
 REPORT_NAME = "rollout_spec.json"  # what a trainer's callback calls the report in its output folder
 ENOUGH_STEPS = 200  # fewer are too few to judge by
+LOST = 0.01  # share of right tokens below which a model drafter has lost its weights
 RARELY, OFTEN = 0.1, 0.5  # accepted shares: below the one drafts are too long, above the other too short
 
 
@@ -101,6 +102,12 @@ def advice(report: dict[str, Any]) -> Iterator[str]:
     if not report["num_speculative_tokens"]:
         yield "This engine does not speculate."
         return
+    reached, right = report["model_drafter"] or (0, 0)
+    if reached >= ENOUGH_STEPS and right < LOST * reached:
+        yield (
+            "Load the model drafter's weights: hardly a token of it was right. vLLM discards them at sleep level 2 and "
+            "does not load them again (vllm-project/vllm#52479): use llm.sleep(level=1), or load them after waking up."
+        )
     if stats["steps"] < ENOUGH_STEPS:
         yield f"Generate more: {stats['steps']} steps are too few to judge by, {ENOUGH_STEPS} are the least."
         return

@@ -9,7 +9,6 @@ choose. Nothing waits for the device, and scheduling stays asynchronous.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -18,46 +17,8 @@ from rollout_spec.drafters.device.choice import DeviceChoice
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.engine_v2 import EngineV2
 from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank
-from rollout_spec.transfers import HostCopy
 from rollout_spec.verify import kernel
 from rollout_spec.verify.api import draw
-
-logger = logging.getLogger(__name__)
-
-
-WRONG_TOKENS = 200
-"""Report a model drafter if none of this many judged tokens was right: it has lost its weights."""
-STEPS_PER_LOOK = 16
-"""Outcomes of a model's drafts are copied to the host once in this many steps."""
-
-
-class ModelWatch:
-    """Says once if nothing is right any more that a model drafts: its drafts cost time, and no rollout shows it."""
-
-    def __init__(self) -> None:
-        self._num_steps = self._reached = self._right = 0
-        self._copy: HostCopy | None = None
-        self._is_said = False
-
-    def step(self, counts: torch.Tensor) -> None:
-        """Called once per step, with the outcomes, int32 [n, 2]. Does not wait for the device."""
-        self._num_steps += 1
-        if self._num_steps % STEPS_PER_LOOK == 0:
-            if self._copy is not None and self._copy.has_arrived():
-                self.look(*self._copy.read()[0].tolist())
-            self._copy = HostCopy((counts.sum(0),))
-
-    def look(self, reached: int, right: int) -> None:
-        """Of the drafted tokens those that were reached, and those that were right. Both may have been halved."""
-        if right != self._right or reached < self._reached:
-            self._reached, self._right = reached, right
-        elif reached - self._reached >= WRONG_TOKENS and not self._is_said:
-            self._is_said = True
-            logger.error(
-                "no token that the model drafter drafts is right, so it has lost its weights, or has those of another "
-                "model: vLLM discards them at sleep level 2 and does not load them again (vllm-project/vllm#52479). "
-                "Use llm.sleep(level=1), load the drafter's weights after waking up, or leave speculative_config out"
-            )
 
 
 def make_model_speculator(inner: Any) -> Any:
@@ -81,7 +42,7 @@ class ModelSpeculator:
         """Called when the engine is made, in place of a constructor."""
         config, device = engine.config, engine.confidences.device
         assert engine.session is not None
-        self._engine, self._session, self._watch = engine, engine.session, ModelWatch()
+        self._engine, self._session = engine, engine.session
         self.num_speculative_tokens = config.max_draft_tokens
         self.num_speculative_steps = config.num_model_draft_tokens
         self._has_room = self.num_speculative_steps < self.num_speculative_tokens
@@ -187,7 +148,6 @@ class ModelSpeculator:
         of_slots, (num_requests, num_model) = self._engine.slots(), model.shape
         of_model = model, self._probabilities
         drafts, rates, is_model = self._choice.choose(slots, num_sampled, of_slots, history, of_model)
-        self._watch.step(self._choice.counts)
         # By `num_speculative_tokens_per_batch_size` a step may verify fewer tokens than the model can draft.
         if self._has_room and num_model == self.num_speculative_steps:
             rest = self._session.drafter.continue_drafts(slots, is_model, model, of_slots)
