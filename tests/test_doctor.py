@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout_spec import cli, doctor
+from rollout_spec import RolloutSpecConfig, cli, doctor
 from rollout_spec.doctor import look_around
 from rollout_spec.integrations.vllm import commands
 from rollout_spec.report import advice, explain, summary
@@ -22,7 +22,6 @@ def a_report(**changed):
     stats = SpeculationStats()
     session = SimpleNamespace(
         budget=object(),
-        num_speculative_tokens=4,
         choice=SimpleNamespace(model_counts=lambda: (200, 70)),
         history_summary=lambda: {"requests": 40, "requests_with_history": 30},
         memory_bytes=lambda: 1000,
@@ -32,7 +31,8 @@ def a_report(**changed):
         stats.record([0] * 64, [0] * 64)
     for _ in range(100):
         stats.record([4], [1])
-    engine = SimpleNamespace(session=session, stats=stats, is_cutting=False, most_passes=1)
+    config = RolloutSpecConfig(num_speculative_tokens=4)
+    engine = SimpleNamespace(config=config, session=session, stats=stats, is_cutting=False, most_passes=1)
     return {**json.loads(json.dumps(commands.report(engine))), **changed}
 
 
@@ -100,6 +100,8 @@ KNOWN = {"requests": 300, "requests_with_history": 290, "folder": {}}
         (long_run((150, 40, 10, 2), has_budget=False), "Lower", "to 2: 50.0% of the verified tokens"),
         (long_run((150, 40, 10, 2)), "", ""),  # the budget verifies only what pays
         (long_run((180, 170, 160, 150)), "Raise", "to 8: 75.0% of 200 drafts of 4"),
+        (long_run(model_drafter=(2000, 19)), "Load", "the model drafter's weights"),
+        (long_run(model_drafter=(2000, 20)), "", ""),
     ],
 )
 def test_advice(report, words, said):

@@ -72,17 +72,9 @@ def decide_schedule(vllm_config: Any, reports: list[dict[str, Any]]) -> None:
 
     Args:
         vllm_config: That of the engine's core, which in-process workers share.
-        reports: Of each worker.
-
-    Raises:
-        RuntimeError: ranks differ.
+        reports: Of each worker. All say the same, as configuration and kind of device decide.
     """
-    if not chooses_k(vllm_config):
-        return
-    answers = {report["is_adaptive"] for report in reports}
-    if len(answers) > 1:
-        raise RuntimeError("rollout_spec: some tensor-parallel ranks cut drafts on the device and others do not")
-    if answers == {False}:
+    if not chooses_k(vllm_config) or not reports[0]["is_adaptive"]:
         return
     speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
     k = speculative.num_speculative_tokens

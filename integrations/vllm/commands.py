@@ -71,7 +71,7 @@ def report(engine: Engine) -> dict[str, Any]:
         "format": REPORT_FORMAT,
         "versions": installed_versions(REPORTED_VERSIONS),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU",
-        "num_speculative_tokens": 0 if session is None else session.num_speculative_tokens,
+        "num_speculative_tokens": 0 if session is None else engine.config.max_draft_tokens,
         "has_budget": session is not None and session.budget is not None,
         "is_adaptive": engine.is_cutting,
         "most_passes": engine.most_passes,

@@ -38,12 +38,10 @@ from rollout_spec.integrations.vllm import compat
 VARIABLE = "ROLLOUT_SPEC"
 MODELS = "models"
 """The variable's key for shell patterns, of which one must match an engine's `model`."""
-MARK = "_rollout_spec"
-"""Attribute set on our engines' `speculative_config`, for checks that get only that."""
 PASSES = "_rollout_spec_passes"
 """Set on a `speculative_config` in the engine's core: (most forward passes of a step in the workers, `sub_steps`)."""
 RUNNER_REASON = "_rollout_spec_runner"
-"""Set on our engines' `speculative_config`: why vLLM chose the model runner, and so where drafts are made."""
+"""Marks our engines' `speculative_config`: why vLLM chose the model runner, and so where drafts are made."""
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 OF_VLLMS_SAMPLER = (
     "use_fp64_gumbel", "return_sampling_mask", "enable_trace_replay", "watermark_config",
@@ -153,7 +151,7 @@ def is_ours(speculative_config: Any) -> bool:
     """Whether a `speculative_config` names our proposer or is marked as ours."""
     if speculative_config is None:
         return False
-    return speculative_config.model == PROPOSER_PATH or hasattr(speculative_config, MARK)
+    return speculative_config.model == PROPOSER_PATH or hasattr(speculative_config, RUNNER_REASON)
 
 
 def has_model_drafter(vllm_config: Any) -> bool:

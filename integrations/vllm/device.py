@@ -55,8 +55,7 @@ class DeviceSession(Session):
 
     def __init__(self, config: RolloutSpecConfig, runner: Any) -> None:
         vllm_config = runner.vllm_config
-        self.stats = SpeculationStats()
-        self.num_speculative_tokens = config.max_draft_tokens
+        self.stats, self._width = SpeculationStats(), config.max_draft_tokens + 1
         share = sharing_from_first_rank(vllm_config)
         memory = current_platform.get_device_total_memory()
         max_live_tokens = int(MAX_LIVE_SHARE * memory) // token_bytes(features=True)
@@ -120,7 +119,7 @@ class DeviceSession(Session):
             slots: integer [B].
             num_passes: Forward passes of the step.
         """
-        states, width = self._runner.req_states, self.num_speculative_tokens + 1
+        states, width = self._runner.req_states, self._width
         # vLLM's count on the host takes all drafts of the step before for accepted.
         computed = states.num_computed_tokens_np[slots] + num_passes * width
         self._most_tokens[slots] = most = np.maximum(computed, states.prefill_len.np[slots]) + 1

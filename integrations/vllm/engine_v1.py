@@ -63,15 +63,6 @@ class _Uncounted(NamedTuple):
     has_targets: bool
 
 
-class Verification(NamedTuple):
-    """What became of a step's drafts, by row of the batch."""
-
-    num_verified: NDArray[np.int64]  # [B]
-    num_accepted: NDArray[np.int64]  # [B]
-    target_token_ids: NDArray[np.int64] | None  # [N], if the drafter wants those after the first difference
-    features: Features  # [N, FEATURE_WORDS], or of length 0
-
-
 class EngineV1(Engine):
     """Samples in place of vLLM's samplers, for one model runner.
 
@@ -95,8 +86,6 @@ class EngineV1(Engine):
             session = HostSession(config, runner.vllm_config, share, index_late=late)
         super().__init__(runner, config, session)
         self.session: HostSession | None = session
-        drafts = None if session is None else session.drafter
-        self._drafter_wants_rejected = bool(getattr(drafts, "wants_rejected_targets", False))
         if isinstance(drafter, RolloutSpecProposer):
             drafter.engine = self
         refuse_own_processors(processors)
@@ -132,7 +121,8 @@ class EngineV1(Engine):
     @property
     def wants_rejected_targets(self) -> bool:
         """Whether what the target samples after rejected drafts is of use to the drafter."""
-        return self._drafter_wants_rejected and self.session is not None and self.session.is_drafter_alive
+        session = self.session
+        return session is not None and session.is_drafter_alive and session.drafting.wants_rejected_targets
 
     # -- sampling ----------------------------------------------------------------------------------------------------
 
@@ -248,8 +238,13 @@ class EngineV1(Engine):
             )
         return keep_broken(processed, logits)
 
-    def finish_counting(self) -> Verification | None:
-        """Count the last verification. Returns what became of its drafts; None if it has been counted.
+    def finish_counting(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None, Features] | None:
+        """Count the last verification, unless that has been done: None.
+
+        Returns:
+            By row of the batch, how many draft tokens were verified and how many accepted, int64 [B]; the targets,
+            int64 [N], if the drafter wants those after the first difference; features [N, FEATURE_WORDS], or of length
+            0.
 
         Raises:
             FloatingPointError: a row had no sample because the model's logits are NaN or +inf.
@@ -263,7 +258,7 @@ class EngineV1(Engine):
         self.stats.record(verified[outcome.is_counted], accepted[outcome.is_counted])
         targets = seen.pop(0) if outcome.has_targets else None
         features = seen[0].reshape(-1, FEATURE_WORDS) if seen else NO_FEATURES
-        return Verification(verified, accepted, targets, features)
+        return verified, accepted, targets, features
 
     def _lay_out(self, metadata: Any, rows: SamplingBatch) -> Layout:
         runner, size = self._runner, rows.temperature.shape[0]

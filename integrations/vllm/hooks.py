@@ -19,7 +19,6 @@ from rollout_spec import schedule
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.vllm import compat, graphs
 from rollout_spec.integrations.vllm.config import (
-    MARK,
     MODELS,
     PASSES,
     VARIABLE,
@@ -167,8 +166,6 @@ def init_input_processor(original: Callable[..., None], self: Any, vllm_config: 
     self.rollout_spec = None
     if config is not None:
         check_engine(vllm_config, config)
-        if config.speculation:
-            object.__setattr__(vllm_config.speculative_config, MARK, True)
         self.rollout_spec = FrontEnd(vllm_config, config)
     original(self, vllm_config, *args, **kwargs)
 

@@ -48,7 +48,6 @@ class Session:
     problems: Problems  # by what the problems of requests are recognised
     engine_history: EngineHistory | None = None  # keeps history beyond this engine; None without `history_dir`
     budget: Budget | None = None  # decides how much of each draft is verified; None: all of it
-    num_speculative_tokens: int  # K, the most tokens drafted per request and step
     enabled: bool = True  # whether drafts are made; history grows also while they are not
     is_drafter_alive: bool = True  # whether history grows: False once a drafter on the host has raised
 
@@ -206,7 +205,6 @@ class HostSession(Session):
         self.drafter = self.drafting.drafter
         self.problems = Problems(getattr(drafter, "max_history_tokens", None))
         self.live: dict[str, LiveRequest] = {}
-        self.num_speculative_tokens = config.max_draft_tokens
         self._config = config
         self._share_from_first_rank = share_from_first_rank
         self._vllm_config = vllm_config

@@ -42,7 +42,8 @@ class Runner:
         session = SimpleNamespace(
             stats=SpeculationStats(),
             is_drafter_alive=True,
-            drafter=SimpleNamespace(wants_rejected_targets=False),
+            drafter=object(),
+            drafting=SimpleNamespace(wants_rejected_targets=False),
             update_index=Mock(),
         )
         sampling = SimpleNamespace(
