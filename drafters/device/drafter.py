@@ -405,7 +405,7 @@ class DeviceDrafter:
         self.rollouts.take_arrived()
 
     def add_rollouts(self, rollouts: Sequence[Rollout]) -> None:
-        """As `HistoryKeeper.add_rollouts`. O(tokens).
+        """As `HistoryDrafter.add_rollouts`. O(tokens).
 
         They are uploaded, also where no request of their problem is live, as other problems draft from them; problems
         that have been idle longer make room. If an idle problem's rollout does not fit, the whole problem leaves the

@@ -332,7 +332,11 @@ class HistoryDrafter:
         return self._store.text(self._request(req_id).document)
 
     def add_rollouts(self, rollouts: Sequence[Rollout]) -> None:
-        """As `HistoryKeeper.add_rollouts`. O(tokens)."""
+        """Put rollouts into the history that ended elsewhere, as the newest, the last one most. O(tokens).
+
+        Raises:
+            ValueError: see `check_rollouts`.
+        """
         rollouts = check_rollouts(rollouts)
         self._flush()
         for rollout in [] if self._own_only else rollouts:

@@ -212,11 +212,6 @@ def reasons_for_v1(vllm_config: Any, config: RolloutSpecConfig) -> list[str]:
     return reasons
 
 
-def is_settled(vllm_config: Any) -> bool:
-    """Whether what the user leaves open has been decided."""
-    return hasattr(vllm_config.speculative_config, RUNNER_REASON)
-
-
 def note_runner(vllm_config: Any) -> None:
     """Keep why an engine has its model runner, while its configuration is still what the user asked for."""
     from vllm.triton_utils import HAS_TRITON
@@ -355,8 +350,6 @@ class EnvironmentRequest(NamedTuple):
     config: RolloutSpecConfig
     models: list[str]
     """Shell patterns, of which one must match an engine's `model`; none: every model."""
-    options: dict[str, Any]
-    """What `config` was made from."""
 
     def arguments(self, theirs: Any) -> dict[str, Any] | None:
         """Keyword arguments for an engine; None if it is to be left alone.
@@ -371,10 +364,11 @@ class EnvironmentRequest(NamedTuple):
         if not drafts_with_model(method) or not self.config.speculation or self.config.speculative_config is not None:
             return None
         if type(theirs.get("num_speculative_tokens")) is not int:
-            options = {name: value for name, value in self.options.items() if name != "num_speculative_tokens"}
+            options = self.config.to_dict()
+            del options["num_speculative_tokens"]
             return {"additional_config": {CONFIG_KEY: options}, "speculative_config": theirs}
         try:
-            return RolloutSpecConfig.from_dict({**self.options, "speculative_config": dict(theirs)}).engine_kwargs()
+            return dataclasses.replace(self.config, speculative_config=dict(theirs)).engine_kwargs()
         except (TypeError, ValueError) as error:
             raise ValueError(f"{VARIABLE}, beside the engine's speculative_config: {error}") from error
 
@@ -395,7 +389,7 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> Environment
         models = options.pop(MODELS, [])
         if not isinstance(models, list) or not all(isinstance(pattern, str) for pattern in models):
             raise TypeError(f"{MODELS} must be a list of patterns, got {shown(models)}")
-        return EnvironmentRequest(RolloutSpecConfig.from_dict(options, also_known=(MODELS,)), models, options)
+        return EnvironmentRequest(RolloutSpecConfig.from_dict(options, also_known=(MODELS,)), models)
     except (TypeError, ValueError, RecursionError) as error:
         example = f"""{VARIABLE}='{{"num_speculative_tokens": 8, "{MODELS}": ["Qwen/*"]}}'"""
         raise ValueError(f"{VARIABLE}: {error}. Got {text:.200}, an example is {example}") from error

@@ -12,13 +12,13 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from multiprocessing.pool import ThreadPool
-from typing import Any, Protocol
+from typing import Any
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.history.exchange import FolderThread
 from rollout_spec.history.folder import HistoryFolder, Origin, fingerprint
 from rollout_spec.history.problems import Problems
-from rollout_spec.history.store import Rollout, RolloutStore
+from rollout_spec.history.store import Rollout
 from rollout_spec.integrations.vllm.ranks import is_first_rank
 
 logger = logging.getLogger(__name__)
@@ -34,27 +34,11 @@ LONGEST_GENERATION = 600
 """Seconds after which a new request begins another generation, where an engine is never without any."""
 
 
-class HistoryKeeper(Protocol):
-    """What a drafter needs for its history to last and to be shared."""
-
-    max_history_tokens: int
-    """Most tokens that it keeps."""
-
-    rollouts: RolloutStore[Any]
-    """Those that have ended."""
-
-    def add_rollouts(self, rollouts: Sequence[Rollout]) -> None:
-        """Put rollouts into the history that ended elsewhere or earlier. They count as the newest, the last one most.
-
-        Raises:
-            ValueError: see `check_rollouts`.
-        """
-
-
 class EngineHistory:
     """See the module's docstring.
 
     Args:
+        drafter: Has `max_history_tokens`, its ended `rollouts`, and `add_rollouts`, as our drafters.
         problems: By what the engine recognises problems; learns the roots of rollouts that are taken in.
         share_from_first_rank: As for `HostSession`.
     """
@@ -63,7 +47,7 @@ class EngineHistory:
         self,
         config: RolloutSpecConfig,
         vllm_config: Any,
-        drafter: HistoryKeeper,
+        drafter: Any,
         problems: Problems,
         share_from_first_rank: Callable[[Any], Any] | None,
     ) -> None:

@@ -21,6 +21,7 @@ from rollout_spec.integrations.vllm import compat, graphs
 from rollout_spec.integrations.vllm.config import (
     MODELS,
     PASSES,
+    RUNNER_REASON,
     VARIABLE,
     ask_for_speculation,
     check_engine,
@@ -32,7 +33,6 @@ from rollout_spec.integrations.vllm.config import (
     has_model_drafter,
     is_a100,
     is_ours,
-    is_settled,
     keep_to_one_pass,
     note_runner,
     read_config,
@@ -73,7 +73,7 @@ def complete_config(original: Callable[..., None], self: Any) -> None:
     """Settle what an engine leaves open. With a drafter on the host, schedule synchronously."""
     config, speculative = config_of(self), self.speculative_config
     if config is not None:
-        if config.speculation and not is_settled(self):  # vLLM comes here once more for copies
+        if config.speculation and not hasattr(speculative, RUNNER_REASON):  # vLLM comes here once more for copies
             note_runner(self)
             config = _with_affordable_drafts(self, config)
         decide_options(self, config)

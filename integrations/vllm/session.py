@@ -154,16 +154,6 @@ def end_of(params: Any) -> dict[str, Any]:
     return {"max_tokens": params.max_tokens, "min_tokens": params.min_tokens, "stop_token_ids": stops}
 
 
-class _Step(NamedTuple):
-    """What a step took; see `Budget.observe_step`."""
-
-    num_tokens: int
-    seconds: float
-    drafted: bool
-    draft_seconds: float
-    num_asked: int
-
-
 class HostSession(Session):
     """A drafter on the host and its budget, which outlive the batches: requests are told apart by their ids.
 
@@ -212,7 +202,7 @@ class HostSession(Session):
         self._was_idle = True  # no request was live when this step began
         self._prompt_tokens: deque[int] = deque(maxlen=RECENT_STEPS)  # read in each of the last steps
         self._last_call: float | None = None  # when `draft` was called last
-        self._unshared: list[_Step] = []  # steps that the budget has not been told
+        self._unshared: list[dict[str, Any]] = []  # steps that the budget has not been told, as it takes them
         if config.history_dir is not None:
             self.engine_history = EngineHistory(config, vllm_config, self.drafter, self.problems, share_from_first_rank)
 
@@ -389,19 +379,14 @@ class HostSession(Session):
         self._prompt_tokens.append(num_prompt_tokens)
         if self.budget is None or last is None or was_idle or num_requests == 0:
             return
-        self._unshared.append(
-            _Step(num_tokens, now - last, num_draft_tokens > 0, self.drafting.seconds, self.drafting.num_asked)
-        )
+        step = {"num_tokens": num_tokens, "seconds": now - last, "drafted": num_draft_tokens > 0}
+        step |= {"draft_seconds": self.drafting.seconds, "num_asked": self.drafting.num_asked}
+        self._unshared.append(step)
         if self._share_from_first_rank is not None:
-            step = self._unshared[-1]
-            is_awaited = self.budget.times.is_awaited(step.num_tokens, drafted=step.drafted)
+            is_awaited = self.budget.times.is_awaited(num_tokens, drafted=num_draft_tokens > 0)
             if len(self._unshared) < STEPS_PER_SHARING and not is_awaited:
                 return
-            times = self._share_from_first_rank([(step.seconds, step.draft_seconds) for step in self._unshared])
-            self._unshared = [
-                step._replace(seconds=seconds, draft_seconds=draft_seconds)
-                for step, (seconds, draft_seconds) in zip(self._unshared, times, strict=True)
-            ]
+            self._unshared = self._share_from_first_rank(self._unshared)
         for step in self._unshared:
-            self.budget.observe_step(**step._asdict())
+            self.budget.observe_step(**step)
         self._unshared = []

@@ -112,16 +112,16 @@ def test_what_ends_in_one_step_enters_history_in_one_order_on_all_ranks():
 def test_steps_are_timed_and_ranks_share_what_they_took():
     asked = []
 
-    def share(times):
-        asked.append(times)
-        return [(1.25, 0.25)] * len(times)
+    def share(steps):
+        asked.append(steps)
+        return [{**step, "seconds": 1.25, "draft_seconds": 0.25} for step in steps]
 
     session = a_session(share)
     drafts = {}
     for n in range(3 * STEPS_PER_SHARING + 2):  # nothing that was drafted is accepted
         last = {req_id: len(draft) for req_id, draft in drafts.items()}
         drafts = advance(session, {"a": [1 + n % 3]}, last, requests={"a": a_request()})
-    sizes = [len(times) for times in asked]
+    sizes = [len(steps) for steps in asked]
     assert sizes[0] == 1, "what is measured for the first time is shared at once"
     assert 1 < max(sizes) <= STEPS_PER_SHARING
     assert sum(sizes) > 2 * STEPS_PER_SHARING
