@@ -48,8 +48,8 @@ def summary(report: dict[str, Any]) -> str:
     said += f", {stats['acceptance_rate']:.1%} of {stats['draft_tokens']:,} drafted tokens accepted"
     if (measured := report.get("measured")) is not None:
         times = f"{measured['speedup']:.2f} times as fast"
-        if measured["low"] is not None:
-            times += f" ({measured['low']:.2f} to {measured['high']:.2f})"
+        if measured["speedup_low"] is not None:
+            times += f" ({measured['speedup_low']:.2f} to {measured['speedup_high']:.2f})"
         count = measured["generations"]
         return f"{times} with drafts as without, by {count} comparison{'s' * (count > 1)}; {said}"
     every = report.get("compare_every", 0)  # in a trainer's reports only
@@ -122,7 +122,7 @@ def advice(report: dict[str, Any]) -> Iterator[str]:
     if not stats["draft_tokens"] and not is_new:
         yield "No draft was verified: none was found, none was worth a step's time, or drafts were switched off."
     measured = report.get("measured")
-    if measured is not None and measured["high"] is not None and measured["high"] < 1:
+    if measured is not None and measured["speedup_high"] is not None and measured["speedup_high"] < 1:
         yield f"Set speculation=False: generations were {measured['speedup']:.2f} times as fast with drafts."
     yield from _about_length(report)
 

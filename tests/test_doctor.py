@@ -12,6 +12,7 @@ import pytest
 
 from rollout_spec import RolloutSpecConfig, cli, doctor
 from rollout_spec.doctor import look_around
+from rollout_spec.integrations.trainers.comparison import Measured
 from rollout_spec.integrations.vllm import commands
 from rollout_spec.report import advice, explain, summary
 from rollout_spec.stats import SpeculationStats
@@ -58,6 +59,8 @@ def test_what_is_not_known_is_not_made_up():
     undrafted.record([0], [0])
     text = page(a_report(stats=undrafted.to_dict(), model_drafter=None))
     assert "no draft verified What to do" in text, "there are no tables"
+    for interval, said in (((None, None), ""), ((1.2, 1.9), " (1.20 to 1.90)")):
+        assert summary(a_report(measured=measured(1.5, *interval))).startswith(f"1.50 times as fast{said} with drafts")
 
 
 # -- what to do --------------------------------------------------------------------------------------------------------
@@ -71,7 +74,7 @@ def long_run(accepted=(150, 120, 90, 80), **changed):
 
 
 def measured(speedup, low, high):
-    return {"speedup": speedup, "low": low, "high": high, "generations": 20}
+    return Measured(speedup, low, high, generations=20)._asdict()
 
 
 def without_drafts():
