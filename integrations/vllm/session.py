@@ -379,9 +379,10 @@ class HostSession(Session):
         self._prompt_tokens.append(num_prompt_tokens)
         if self.budget is None or last is None or was_idle or num_requests == 0:
             return
-        step = {"num_tokens": num_tokens, "seconds": now - last, "drafted": num_draft_tokens > 0}
-        step |= {"draft_seconds": self.drafting.seconds, "num_asked": self.drafting.num_asked}
-        self._unshared.append(step)
+        took = {"seconds": now - last, "draft_seconds": self.drafting.seconds}
+        self._unshared.append(
+            {**took, "num_tokens": num_tokens, "drafted": num_draft_tokens > 0, "num_asked": self.drafting.num_asked}
+        )
         if self._share_from_first_rank is not None:
             is_awaited = self.budget.times.is_awaited(num_tokens, drafted=num_draft_tokens > 0)
             if len(self._unshared) < STEPS_PER_SHARING and not is_awaited:

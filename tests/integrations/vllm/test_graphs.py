@@ -122,20 +122,3 @@ def test_what_the_trainer_gives_is_raised(changed, options, given, expected):
     trainer = {name: value for name, value in trainer.items() if value is not None or name == "max_num_seqs"}
     found = EngineController(RolloutSpecConfig(**options), llm_kwargs=given).engine_kwargs(trainer)
     assert found.get("max_num_batched_tokens") == expected
-
-
-@pytest.mark.parametrize(("options", "expected"), [(engine_kwargs(), False), (engine_kwargs(speculation=False), None)])
-def test_a_drafter_on_the_host_asks_for_synchronous_scheduling(tiny_model, monkeypatch, options, expected):
-    """vLLM would do so by itself, with a warning."""
-    from vllm.config import VllmConfig
-
-    seen = []
-    original = VllmConfig.try_verify_and_update_config
-
-    def before_vllm_decides(self):
-        seen.append(self.scheduler_config.async_scheduling)
-        original(self)
-
-    monkeypatch.setattr(VllmConfig, "try_verify_and_update_config", before_vllm_decides)
-    EngineArgs(model=str(tiny_model), dtype="float32", **options).create_engine_config()
-    assert seen == [expected]
