@@ -140,13 +140,6 @@ def decide_options(vllm_config: Any, config: RolloutSpecConfig) -> None:
     vllm_config.additional_config = {**vllm_config.additional_config, CONFIG_KEY: config.to_dict()}
 
 
-def keep_to_one_pass(vllm_config: Any) -> None:
-    """For a server whose clients see tokens as they come: steps have one forward pass, unless a number is set."""
-    config = config_of(vllm_config)
-    if config is not None and config.sub_steps is None:
-        decide_options(vllm_config, dataclasses.replace(config, sub_steps=1))
-
-
 def is_ours(speculative_config: Any) -> bool:
     """Whether a `speculative_config` names our proposer or is marked as ours."""
     if speculative_config is None:

@@ -33,7 +33,6 @@ from rollout_spec.integrations.vllm.config import (
     has_model_drafter,
     is_a100,
     is_ours,
-    keep_to_one_pass,
     note_runner,
     read_config,
     reasons_for_v1,
@@ -60,7 +59,9 @@ def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **
         vllm_config = original(self, *args, **kwargs)
         usage = kwargs.get("usage_context", args[0] if args else None)
         if getattr(usage, "name", None) == "OPENAI_API_SERVER" and not os.environ.get(VARIABLE):
-            keep_to_one_pass(vllm_config)
+            config = config_of(vllm_config)
+            if config is not None and config.sub_steps is None:  # its clients see tokens as they come
+                decide_options(vllm_config, dataclasses.replace(config, sub_steps=1))
         return vllm_config
     except ValueError as error:
         if not asked:
