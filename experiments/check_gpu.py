@@ -3,17 +3,16 @@
     python -m experiments.check_gpu [--trials 60] [--vocab 151936] [--out FILE]
 
 First what takes seconds: what is copied to the host, and rollouts that move between a request's row, the device
-drafter's pool and the host, are right while the device is busy; texts that repeat are drafted; a captured CUDA graph
-gives the same result when it is replayed on new logits. Then random batches with ragged drafts, mixed temperatures,
-ties, removed tokens and rows without a distribution, in bf16, fp16 and fp32, for both methods, with accepted and
-rejected drafts, compared as at an engine's start (`verify/self_check.py`); features are those that a CPU packs.
-No call waits for the device (torch's synchronisation check).
+drafter's pool and the host, are right while the device is busy; texts that repeat are drafted; a model's drafts are
+drawn in a CUDA graph. Then random batches with ragged drafts, mixed temperatures, ties, removed tokens and rows without
+a distribution, in bf16, fp16 and fp32, for both methods, with accepted and rejected drafts, compared as at an engine's
+start (`verify/self_check.py`); features are those that a CPU packs. No call waits for the device.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +26,7 @@ from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
 from rollout_spec.drafters.device.kernels import EngineSlots
 from rollout_spec.features import FEATURE_WORDS, SIGNATURE_BITS, TOP_TOKENS, pack, unpack
 from rollout_spec.transfers import HostCopy
-from rollout_spec.types import GREEDY_TEMPERATURE, SamplingBatch
+from rollout_spec.types import GREEDY_TEMPERATURE
 from rollout_spec.verify import kernel
 from rollout_spec.verify.api import draw, verify_rows
 from rollout_spec.verify.reference import Layout, lay_out, pack_signatures
@@ -60,16 +59,6 @@ def keep_busy(device: torch.device) -> None:
         torch.cuda._sleep(BUSY_CYCLES)
 
 
-def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A CUDA graph of a call, and what it returns there. What waits for the device cannot be captured."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run()
-    return graph, result
-
-
 def main(argv: list[str] | None = None) -> None:
     """Check, and print one line per kind of check."""
     parser = make_parser(__doc__)
@@ -87,9 +76,8 @@ def main(argv: list[str] | None = None) -> None:
     check_drafts(device)
     print("texts that repeat are drafted", flush=True)
     if device.type == "cuda":
-        check_graph(args.vocab, device)
         check_model_drafts(args.vocab, device)
-        print("a replayed CUDA graph gives what a call gives", flush=True)
+        print("a replayed CUDA graph draws a model's drafts", flush=True)
     generator = torch.Generator(device).manual_seed(0)
     num_features = 0
     for trial in range(args.trials):
@@ -231,46 +219,26 @@ def check_moving_history(device: torch.device) -> None:
     drafter.check_integrity()
 
 
-def check_graph(vocab: int, device: torch.device) -> None:
-    """Capture one call, replay it on other logits, and compare with a plain call."""
-    rows = SamplingBatch(
-        torch.ones(8, device=device), torch.arange(8, device=device), torch.zeros(8, dtype=torch.int64, device=device),
-    )  # fmt: skip
-    cu = torch.arange(4, 33, 4, dtype=torch.int32, device=device)
-    drafts = torch.zeros(32, dtype=torch.int32, device=device)
-    logits = torch.randn(40, vocab, device=device, dtype=torch.bfloat16)
-
-    def run() -> Any:
-        layout = lay_out(cu, drafts, rows)
-        return verify_rows(logits, layout, logprobs_mode="processed_logprobs", max_draft_tokens=4)
-
-    graph, result = captured(run)
-    logits.copy_(torch.randn_like(logits))
-    graph.replay()
-    again = run()
-    assert torch.equal(result.output_token_ids, again.output_token_ids)
-    assert torch.equal(result.logprobs, again.logprobs)
-
-
 def check_model_drafts(vocab: int, device: torch.device) -> None:
     """A model's draft is drawn in a graph with the target's noise, and the choice between drafts waits for nothing."""
     size, k = 8, 3
     logits = torch.randn(size, vocab, device=device, dtype=torch.bfloat16)
     temperature, seeds = torch.ones(size, device=device), torch.arange(size, device=device)
     positions = torch.full((size,), 5, device=device)
-    graph, (tokens, probabilities) = captured(lambda: draw(logits, temperature, seeds, positions))
+    drawn, graph = draw(logits, temperature, seeds, positions), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):  # what waits for the device cannot be captured
+        drawn = draw(logits, temperature, seeds, positions)
     logits.copy_(torch.randn_like(logits))
     graph.replay()
     layout = Layout.without_drafts(temperature, seeds, positions)
     target = verify_rows(logits, layout, logprobs_mode="processed_logprobs", max_draft_tokens=0)
-    assert torch.equal(tokens, target.target_token_ids)
-    assert torch.equal(probabilities, target.logprobs.exp())
+    assert torch.equal(drawn[0], target.target_token_ids)
+    assert torch.equal(drawn[1], target.logprobs.exp())
     chooser = DeviceChoice(size, k, k, device)
     texts = torch.zeros(size, 64, dtype=torch.int32, device=device)
-    slots, ones = (
-        torch.arange(size, dtype=torch.int32, device=device),
-        torch.ones(size, dtype=torch.int32, device=device),
-    )
+    ones = torch.ones(size, dtype=torch.int32, device=device)
+    slots = torch.arange(size, dtype=torch.int32, device=device)
     drafts, rates = torch.ones(size, k, dtype=torch.int64, device=device), torch.full((size, k), 0.1, device=device)
     engine = EngineSlots(texts, 9 * ones, seeds, temperature)
     arguments = slots, ones, engine, (drafts, rates), (2 * drafts, 9 * rates)

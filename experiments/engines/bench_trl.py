@@ -1,12 +1,11 @@
 """GRPO with TRL on a GPU: each step's rollouts with drafts off and on, one after the other in the trainer's own engine.
 
-    python -m experiments.engines.bench_trl [--steps 10] [--policy FOLDER] [--compare-every N] [--out FILE]
+    python -m experiments.engines.bench_trl [--steps 10] [--policy FOLDER] [--out FILE]
 
 As TRL is used there: bfloat16, the engine in the trainer's process, asleep while the policy is trained. The policy is
 the demo's with two heads, which GPUs' attention kernels take; its warm start takes three minutes on a CPU, unless
 FOLDER has one. The same seeds give the same rollouts with drafts, but for those in which rounding decides. Rollouts
-without drafts leave no history. With `--compare-every` nothing is generated twice, and the row has what the callback
-measured.
+without drafts leave no history.
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--policy", type=Path)
     parser.add_argument("--tokens", type=int, default=384, help="most of a rollout")
-    parser.add_argument("--compare-every", type=int)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as temporary:
@@ -77,8 +75,7 @@ def main() -> None:
         rng, problems = random.Random(0), dict[str, None]()
         while len(problems) < NUM_PROBLEMS:
             problems[task.make_prompt(rng)] = None
-        is_paired = args.compare_every is None
-        generator = OffAndOn() if is_paired else RolloutSpecGenerator(compare_every=args.compare_every)
+        generator = OffAndOn()
         config = GRPOConfig(
             output_dir=temporary, max_steps=args.steps, per_device_train_batch_size=BATCHES[device],
             gradient_accumulation_steps=1, num_generations=GROUP_SIZE, max_completion_length=args.tokens,
@@ -95,17 +92,11 @@ def main() -> None:
             processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
             callbacks=[generator],
         ).train()
-    about = {"benchmark": "trl", "steps": args.steps}
     where = origin(torch.cuda.get_device_name() if device == "cuda" else None, ("trl",))
-    if not isinstance(generator, OffAndOn):
-        measured = generator.measured()
-        append(args.out, {**about, "measured": None if measured is None else measured._asdict(), **where})
-        print(measured)
-        return
     timed = generator.steps[1:]  # the first one warms up
     seconds = {way: round(sum(step["seconds"][way] for step in timed), 3) for way in ("off", "on")}
     row = {
-        **about, "rollouts": sum(step["rollouts"] for step in generator.steps),
+        "benchmark": "trl", "steps": args.steps, "rollouts": sum(step["rollouts"] for step in generator.steps),
         "identical": sum(step["identical"] for step in generator.steps), "seconds": seconds,
         "times_as_fast": round(seconds["off"] / seconds["on"], 3), "tokens": sum(step["tokens"] for step in timed),
         "tokens_per_step": round(sum(step["tokens_per_step"] for step in timed) / len(timed), 3),

@@ -3,7 +3,7 @@
 none         vLLM as it comes, without speculation
 ngram, suffix
              vLLM's own drafters, the second where arctic-inference is installed
-model        vLLM with a model drafter, its option `speculative_config`
+model        vLLM with another drafter, its option `speculative_config`
 off          ours without speculation: our sampler and its noise, no drafts
 all          ours with the drafter on the host, every draft verified
 budget       the same under its budget, our default where none is drafted on the device

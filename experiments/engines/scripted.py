@@ -1,4 +1,4 @@
-"""A model runner, vLLM's V2, that samples recorded rollouts and says what its steps took: for `bench_phase`."""
+"""A model runner, V1 or V2, that samples recorded rollouts and says what its steps took: for `bench_phase`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,30 @@ from rollout_spec.transfers import upload
 
 ABOVE_ALL = 1e4
 """Of a raised logit: other logits and the noise stay below 100."""
+LIKELY = 16.0
+"""Of a raised logit that leaves the choice to the noise in some places, where others have mean 0 and deviation 2."""
 SCRIPT = "recorded_rollout"
 """Key of `SamplingParams.extra_args` under which a request says which rollout it is."""
 ENOUGH_STEPS = 5
 """For a median."""
 
 
-def install(worker: Any, texts: list[list[int]], end: int) -> Steps:
+def install(worker: Any, texts: list[list[int]], end: int, raised: float) -> Steps:
     """Make a worker in this process sample these texts, as `Scripts` does, and watch its steps."""
-    Scripts(worker.model_runner, texts, end)
+    if raised == LIKELY:
+        spread_logits(worker.model_runner.model)
+    Scripts(worker.model_runner, texts, end, raised)
     return Steps(worker.model_runner)
+
+
+@torch.inference_mode()
+def spread_logits(model: Any) -> None:
+    """Give made-up weights logits of deviation 2, in which attention counts: vLLM makes all of them tiny."""
+    for weight in model.parameters():
+        if weight.dim() == 1:
+            weight.fill_(1)
+    head = model.lm_head.weight
+    head.mul_(2 / (head.float().std() * head.shape[1] ** 0.5))
 
 
 class Scripts:
@@ -32,19 +46,23 @@ class Scripts:
     Args:
         texts: Tokens of the prompt and the rollout of all that will be asked for.
         end: The token that ends a sequence, which also follows everything that is recorded.
+        raised: The logit of the recorded token.
     """
 
-    def __init__(self, runner: Any, texts: list[list[int]], end: int) -> None:
-        self._runner = runner
+    def __init__(self, runner: Any, texts: list[list[int]], end: int, raised: float) -> None:
+        self._runner, self._raised = runner, raised
         table = np.full((len(texts) + 1, max(map(len, texts)) + 256), end, np.int64)
         for row, text in enumerate(texts):
             table[row, : len(text)] = np.asarray(text)
         self._table = torch.from_numpy(table).to(runner.device)
         self._of_request = torch.full((runner.max_num_reqs,), len(texts), dtype=torch.int64, device=runner.device)
+        if not hasattr(runner, "add_requests"):
+            runner._sample = self._forcing_v1(runner._sample)
+            return
         self._add_requests, runner.add_requests = runner.add_requests, self._note_requests
         engine = getattr(runner, "rollout_spec", None)
         if hasattr(engine, "_sample_in"):  # further forward passes of a step do not call vLLM's sampler
-            engine._sample_in = self._forcing(engine._sample_in, 3)
+            engine._sample_in = self._forcing(engine._sample_in, 2)
             return
         for kind in {type(runner.sampler), type(runner.rejection_sampler or runner.sampler)}:
             kind.__call__ = self._forcing(kind.__call__, 1)
@@ -64,15 +82,32 @@ class Scripts:
             place: Of the logits among its arguments; the batch comes next.
         """
 
-        def sample(*args: Any) -> Any:
-            logits, input_batch = args[place : place + 2]
-            script = self._of_request[input_batch.expanded_idx_mapping.long()]
-            position = input_batch.positions[input_batch.logits_indices]
-            wanted = self._table[script, (position + 1).clamp(max=self._table.shape[1] - 1)]
-            logits.scatter_(1, wanted[:, None], ABOVE_ALL)
-            return call(*args)
+        def sample(*args: Any, **options: Any) -> Any:
+            logits, batch = args[place : place + 2]
+            self._force(
+                logits, self._of_request[batch.expanded_idx_mapping.long()], batch.positions[batch.logits_indices]
+            )
+            return call(*args, **options)
 
         return sample
+
+    def _forcing_v1(self, call: Any) -> Any:
+        """As `_forcing`, of V1's runner."""
+        runner = self._runner
+
+        def sample(logits: torch.Tensor, drafts: Any) -> Any:
+            ids = runner.input_batch.req_ids
+            scripts = [runner.requests[req_id].sampling_params.extra_args[SCRIPT] for req_id in ids]
+            rows = runner.query_start_loc.gpu[1 : len(ids) + 1] - 1 if drafts is None else drafts.logits_indices
+            counts = 1 if drafts is None else 1 + np.array(drafts.num_draft_tokens)
+            self._force(logits, upload(np.repeat(scripts, counts), logits.device), runner.positions[rows])
+            return call(logits, drafts)
+
+        return sample
+
+    def _force(self, logits: torch.Tensor, script: torch.Tensor, position: torch.Tensor) -> None:
+        wanted = self._table[script, (position + 1).clamp(max=self._table.shape[1] - 1)]
+        logits.scatter_(1, wanted[:, None], self._raised)
 
 
 def marks() -> Callable[[], Any]:
@@ -100,7 +135,7 @@ class Steps:
     """What a runner's steps are. Requests and tokens are those of each of a step's forward passes."""
 
     def __init__(self, runner: Any) -> None:
-        self._runner = runner
+        self._runner, self.runner = runner, "V2" if hasattr(runner, "add_requests") else "V1"
         self.requests: list[int] = []
         self.tokens: list[int] = []
         self.passes: list[int] = []
@@ -119,6 +154,7 @@ class Steps:
 
         runner.execute_model = watched_execute_model
         cuts_drafts = getattr(runner, "adaptive_verification", None)
+        self.cuts_drafts = cuts_drafts is not None
         if cuts_drafts is not None:  # which is after they were scheduled
             get_num_tokens = cuts_drafts.get_num_tokens
 
