@@ -21,6 +21,7 @@ LABELS = {
     "", "requests at once", "Stage", "What", "Ran on", "requests", "requests, real model", "epoch", "set", "Engine",
     "Engines", "Drafts", "T", "Drafter, 3 tokens", "rollouts", "Model, passes",
 }  # fmt: skip
+H100 = "NVIDIA H100 80GB HBM3"
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 
 
@@ -74,7 +75,8 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     first = [len(demos), *(sum(fields(demos, name)) for name in ("rollouts_identical", "rollouts_total"))]
     first += [*fields(demos, "generation_speedup"), *fields(engines, "speedup")]
     first += fields(run, "stock_over_on_per_token", "identical", "rollouts")
-    phases, simulated = read("bench_phase"), read("modes_simulated", benchmark="modes/phases")
+    phases = read("bench_phase", benchmark="phase", device=H100, rollouts="rg_llama_math.parquet")
+    simulated = read("modes_simulated", benchmark="modes/phases", gpu="h100")
     first += [row["times_as_fast"] for row in phases if row["mode"] == "device"]
     yield "| requests at once | ", [*phases, *simulated], on_gpu(phases, simulated)
     yield "| What | Ran on ", [*phases, *demos, *engines, *run], first

@@ -133,6 +133,8 @@ def main() -> None:
             print(*cell.values(), flush=True)
             append(args.out, {**about, **cell, **origin("simulated GPU, estimates")})
     for row in map(json.loads, args.rows.read_text().splitlines() if not args.further_ms else ()):
+        if (row["benchmark"], row.get("rollouts")) != ("phase", ROLLOUTS.name):
+            continue
         gpu = next((name for name in PEAKS if name in row["device"].lower()), None)
         if row["mode"] not in MEASURED or gpu is None:
             continue
