@@ -147,7 +147,7 @@ PYTHON
 
 failed=0
 say() {
-    printf '%-16s %4s %5d s  %s\n' "$@" >>"$out/summary.txt"
+    printf '%-28s %4s %5d s  %s\n' "$@" >>"$out/summary.txt"
     printf '{"benchmark": "gpu.sh", "stage": "%s", "git": "%s", "verdict": "%s", "seconds": %d}\n' \
         "$1" "$commit" "$2" "$3" >>"$out/results.jsonl"
 }
@@ -185,7 +185,7 @@ for stage in "${stages[@]}"; do
         start-*)
             # Python says once of each line of a step that waits for the device.
             watch=(env VLLM_GPU_SYNC_CHECK=warn)
-            modes=${modes:-device,none}
+            command+=(--task start) modes=${modes:-device,none}
             [[ $shape == tiny ]] || command+=(--max-seqs 256) # as many graphs as by default
             ;;
         drained-*) command+=(--task drained) modes=${modes:-device} ;;

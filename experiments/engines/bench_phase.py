@@ -35,9 +35,10 @@ share of steps that were too large for a CUDA graph; the time of steps by their 
 `peak_gib`, what torch had allocated and reserved at most in the phase, with weights, KV cache (`kv_gib`) and graphs.
 Each forward pass counts as a step; `passes_per_step` is how many the scheduler's have.
 
-Other tasks than `phase`: `calls`, microseconds of the host by kind of call; `drained`, batches of short rollouts that
-end one by one; `identical`, where recorded tokens are only likely and the noise decides: how many rollouts equal those
-of `off`, and of the same engine in two batches. `off-bi` and `device-bi` have VLLM_BATCH_INVARIANT=1.
+Other tasks than `phase`: `start`, the same where something watches and so slows a run; `calls`, the host's microseconds
+by kind of call; `drained`, batches of short rollouts that end one by one; `identical`, where recorded tokens are only
+likely and the noise decides: how many rollouts equal those of `off`, and of the same engine in two batches. `off-bi`
+and `device-bi` have VLLM_BATCH_INVARIANT=1.
 
 The states of a model with made-up weights say little, so features show what they cost here, not what they are worth.
 Differences of some percent mean nothing. An engine that fails or is late leaves the rows of the phases that it has run.
@@ -74,11 +75,14 @@ K, LARGEST_K = 8, 32
 PEERS = {
     "ngram-gpu": {"method": "ngram_gpu", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
     "ngram-gpu-k8": {
-        "method": "ngram_gpu", "num_speculative_tokens": K, "prompt_lookup_min": 2, "prompt_lookup_max": 5,
+        "method": "ngram_gpu",
+        "num_speculative_tokens": K,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 5,
     },
     "suffix": {"method": "suffix", "num_speculative_tokens": LARGEST_K},
     "suffix-k8": {"method": "suffix", "num_speculative_tokens": K},
-}  # fmt: skip
+}
 MODES = ("none", *PEERS, "device", "device-n1", "device-n2", "device-n4", "off", "off-bi", "device-bi")
 SHAPES = {
     # layers, hidden, intermediate, heads, key-value heads, vocabulary: Qwen2.5-1.5B and -7B
@@ -95,8 +99,7 @@ GROUP = 8
 """Rollouts per problem and phase, more where there are too few problems."""
 PHASES = ("first", "history")
 WARM_UP_TOKENS, SHORT_TOKENS, DRAINS = 8, 200, 3
-START_SHARE = 0.6
-"""Of the time that is left, for an engine's start: one that takes longer is left out."""
+START_SHARE = 0.6  # of the time that is left: an engine that takes longer to start is left out
 
 
 def made_up(batch: int, vocab: int) -> list[RecordedRollout]:
@@ -360,7 +363,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--kv-gib", type=float, default=14, help="GiB of each engine's KV cache on a GPU")
-    parser.add_argument("--task", choices=("phase", "calls", "drained", "identical"), default="phase")
+    parser.add_argument("--task", choices=("phase", "start", "calls", "drained", "identical"), default="phase")
     parser.add_argument("--hang-seconds", type=float, default=60, help="in which batches of `drained` must end")
     parser.add_argument("--until", type=float, help="by this time, as `date +%%s` says it, stop")
     parser.add_argument("--logs", type=Path, help="keep all that the engines print in this folder")
@@ -374,8 +377,7 @@ def main() -> None:
     rows = [] if args.task == "identical" else known_rows(args.out, about)
     cells = {(row["mode"], row["batch"]) for row in rows if row["phase"] == PHASES[-1]}
     todo = [mode for mode in args.modes if any((mode, batch) not in cells for batch in batches)]
-    missing = [mode for mode in todo if mode.startswith("suffix") and find_arctic() is None]
-    if missing:
+    if missing := [mode for mode in todo if mode.startswith("suffix") and find_arctic() is None]:
         print(f"{', '.join(missing)}: left out, as arctic-inference is not installed", flush=True)
     todo = [mode for mode in todo if mode not in missing]
     children: dict[str, Child] = {}
