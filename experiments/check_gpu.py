@@ -92,8 +92,8 @@ def main(argv: list[str] | None = None) -> None:
         if trial % 10 == 9:
             print(f"{trial + 1} batches of {args.trials} agree", flush=True)
     print(f"{args.trials} batches agree with the reference, {num_features} rows' features with a CPU's")
-    row = {"benchmark": "check_gpu", "vocab": args.vocab, "trials": args.trials, "features": num_features}
-    row["seconds"] = round(time.perf_counter() - started, 1)
+    seconds, sizes = round(time.perf_counter() - started, 1), {"vocab": args.vocab, "trials": args.trials}
+    row = {"benchmark": "check_gpu", **sizes, "features": num_features, "seconds": seconds}
     append(args.out, {**row, **origin(torch.cuda.get_device_name() if device.type == "cuda" else None)})
 
 

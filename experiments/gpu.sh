@@ -75,9 +75,10 @@ share_of() {
         doctor) echo 60 ;;
         trl) echo 100 ;;
         device) echo 50 ;;
-        verify | drained) echo 80 ;;
-        calls) echo 110 ;;
-        start) echo 140 ;;
+        verify) echo 80 ;;
+        drained) echo 70 ;;
+        calls) echo 100 ;;
+        start) echo 180 ;;
         identical) echo 240 ;;
         phase | varied) [[ $1 == *-7b* ]] && echo 240 || echo $((100 + 20 * ${#commas})) ;;
     esac

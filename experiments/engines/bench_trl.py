@@ -92,7 +92,6 @@ def main() -> None:
             processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
             callbacks=[generator],
         ).train()
-    where = origin(torch.cuda.get_device_name() if device == "cuda" else None, ("trl",))
     timed = generator.steps[1:]  # the first one warms up
     seconds = {way: round(sum(step["seconds"][way] for step in timed), 3) for way in ("off", "on")}
     row = {
@@ -101,9 +100,8 @@ def main() -> None:
         "times_as_fast": round(seconds["off"] / seconds["on"], 3), "tokens": sum(step["tokens"] for step in timed),
         "tokens_per_step": round(sum(step["tokens_per_step"] for step in timed) / len(timed), 3),
     }  # fmt: skip
-    append(args.out, {**row, **where})
-    times = row["times_as_fast"]
-    print(f"{row['identical']} of {row['rollouts']} rollouts are identical; with drafts {times} times as fast")
+    append(args.out, {**row, **origin(torch.cuda.get_device_name() if device == "cuda" else None, ("trl",))})
+    print(f"{row['identical']} of {row['rollouts']} rollouts are identical; x{row['times_as_fast']} with drafts")
 
 
 if __name__ == "__main__":
