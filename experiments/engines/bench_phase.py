@@ -186,7 +186,6 @@ def serve(
     llm = build_engine(
         model, kind, K, options=options, load_format="dummy", skip_tokenizer_init=True, dtype=args.dtype, seed=0,
         enforce_eager=args.eager, logprobs_mode="processed_logprobs", max_num_seqs=most,
-        # Equal in all modes, which so share a compiled model.
         max_model_len=max(prompt_of(rollout).size for rollout in rollouts) + limit + LARGEST_K + 1, **memory,
     )  # fmt: skip
     scheduling = llm.llm_engine.vllm_config.scheduler_config
@@ -250,7 +249,7 @@ def serve(
             said, places = generate(phase.rollouts, phase.problems, first), (0, -(-batch // 2), batch)
             halves = [generate(phase.rollouts[a:b], phase.problems[a:b], first + a) for a, b in pairwise(places)]
             again = sum(map(list.__eq__, said, chain(*halves)))
-            row |= {"said": said, "identical_in_halves": again}
+            row |= {"said": said, "identical_in_halves": again, "cuts_drafts": watched.cuts_drafts}
             continue
         before = command(llm, "stats") if is_ours else None
         watched.clear()
