@@ -51,7 +51,7 @@ class ModelSpeculator:
         num_slots, k = engine.confidences.shape
         self._choice = DeviceChoice(num_slots, k, self.num_speculative_steps, device)
         self._session.choice = self._choice
-        # Ranks round sums differently, and must choose the same draft.
+        # Ranks round sums differently, and must choose the same draft, and cut it after as many tokens.
         self._from_first_rank = broadcasting_from_first_rank(engine._runner.vllm_config, device)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
@@ -130,7 +130,9 @@ class ModelSpeculator:
         if not self._session.enabled:
             self.draft_token_confidence_probs[:num_requests] = 0
             return history[0]
-        return self._from_first_rank(self._choose(slots, num_sampled, history, model[:, :num_model]))
+        drafts, rates = map(self._from_first_rank, self._choose(slots, num_sampled, history, model[:, :num_model]))
+        self.draft_token_confidence_probs[:num_requests] = rates
+        return drafts
 
     def _choose(
         self,
@@ -138,14 +140,16 @@ class ModelSpeculator:
         num_sampled: torch.Tensor,
         history: tuple[torch.Tensor, torch.Tensor],
         model: torch.Tensor,
-    ) -> torch.Tensor:
-        """The better draft for each request, int64 [B, K]. A model's draft that has room is continued by history.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The better draft for each request and its rates, int64 and float32 [B, K].
+
+        A model's draft that has room is continued by history.
 
         Args:
             history: Its drafts and their rates, int64 and float32 [B, K].
             model: int64 [B, M].
         """
-        of_slots, (num_requests, num_model) = self._engine.slots(), model.shape
+        of_slots, num_model = self._engine.slots(), model.shape[1]
         of_model = model, self._probabilities
         drafts, rates, is_model = self._choice.choose(slots, num_sampled, of_slots, history, of_model)
         # By `num_speculative_tokens_per_batch_size` a step may verify fewer tokens than the model can draft.
@@ -153,5 +157,4 @@ class ModelSpeculator:
             rest = self._session.drafter.continue_drafts(slots, is_model, model, of_slots)
             for values, continued in zip((drafts, rates), rest, strict=True):
                 values[:, num_model:] = torch.where(is_model[:, None] > 0, continued, values[:, num_model:])
-        self.draft_token_confidence_probs[:num_requests] = rates
-        return drafts
+        return drafts, rates

@@ -44,7 +44,7 @@ def build_alone(drafters, method):
     """An engine in which the model's drafts are verified whatever history has."""
 
     def choose(slots, num_sampled, history, model):
-        return torch.nn.functional.pad(model, (0, history[0].shape[1] - model.shape[1]))
+        return torch.nn.functional.pad(model, (0, history[0].shape[1] - model.shape[1])), history[1]
 
     llm = build_beside(drafters, method)
     runner_of(llm).speculator._choose = choose
@@ -113,6 +113,29 @@ def test_drafts_are_drawn_with_the_targets_noise(drafters, verify, least, most):
     reached, right = report["model_drafter"]
     assert reached > 20
     assert least <= right / reached <= most
+
+
+def test_ranks_draft_and_cut_as_the_first_one(drafters, monkeypatch):
+    """Another rank rounds otherwise: what it verifies, and of how much, comes from the first rank."""
+    llm = build_beside(drafters, "eagle")
+    speculator = runner_of(llm).speculator
+
+    def of_first_rank(tensor):
+        return torch.full_like(tensor, 7 if tensor.dtype == torch.int64 else 0.25)
+
+    def propose(self, input_batch, *args, dummy_run=False, **kwargs):
+        drafts = original(self, input_batch, *args, dummy_run=dummy_run, **kwargs)
+        if not dummy_run:
+            assert torch.all(drafts == 7)
+            assert torch.all(self.draft_token_confidence_probs[: input_batch.num_reqs] == 0.25)
+            steps.append(input_batch.num_reqs)
+        return drafts
+
+    steps, original = [], type(speculator).propose
+    monkeypatch.setattr(type(speculator), "propose", propose)
+    monkeypatch.setattr(speculator, "_from_first_rank", of_first_rank)
+    generate(llm, mixed_params(4, 6))
+    assert len(steps) > 3
 
 
 def test_a_configuration_as_users_have_it(drafters):
