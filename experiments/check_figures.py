@@ -19,7 +19,7 @@ PAGES = ("README.md", "docs/benchmarks.md", "docs/history.md", "docs/model-draft
          "docs/gpu.md")  # fmt: skip
 LABELS = {
     "", "requests at once", "Stage", "What", "Ran on", "requests", "requests, real model", "epoch", "set", "Engine",
-    "Engines", "Drafts", "T", "Drafter, 3 tokens", "rollouts", "Model, passes",
+    "Engines", "Drafts", "You run", "Its vLLM", "T", "Drafter, 3 tokens", "rollouts", "Model, passes",
 }  # fmt: skip
 H100 = "NVIDIA H100 80GB HBM3"
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
@@ -77,9 +77,8 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     first += fields(run, "stock_over_on_per_token", "identical", "rollouts")
     phases = read("bench_phase", benchmark="phase", device=H100, rollouts="rg_llama_math.parquet")
     simulated = read("modes_simulated", benchmark="modes/phases", gpu="h100")
-    first += [row["times_as_fast"] for row in phases if row["mode"] == "device"]
     yield "| requests at once | ", [*phases, *simulated], on_gpu(phases, simulated)
-    yield "| What | Ran on ", [*phases, *demos, *engines, *run], first
+    yield "| What | Ran on ", [*demos, *engines, *run], first
     rows = read("real_policy/run", benchmark="real_policy/epoch")
     epochs = fields(rows, "reward", "tokens_per_step", "stock_over_on_per_token", "off_over_on")
     yield "| epoch | mean reward ", rows, epochs
@@ -87,7 +86,9 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     of_all_epochs = [sum(row["tokens"]) / sum(row["request_steps"]) for row in rows]
     of_each = [t / s for row in rows for t, s in zip(row["tokens"], row["request_steps"], strict=True)]
     yield "| T | Drafter", rows, [*of_all_epochs, *of_each]
-    yield "| Engine | Drafts ", (rows := read("modes_simulated", benchmark="modes/simulated")), modes(rows)
+    rows = read("modes_simulated", benchmark="modes/simulated")
+    for start in ("| Engine | Drafts ", "| You run | "):
+        yield start, rows, modes(rows)
     rows = read("modes_simulated", benchmark="phases/sub_steps", mode="device")
     yield "| Model, passes ", rows, fields(rows, "times")
 

@@ -18,13 +18,13 @@ FILES = {
     "empty": b"",
     "brackets": b"[" * 200_000,
     "old": b'{"format": 0}',
-    "damaged": b'{"format": 5}',
+    "damaged": b'{"format": 6}',
     "whole": json.dumps(a_report()).encode(),
 }
 COMMANDS = [
     ("doctor {empty}", "{empty} is no JSON: "),
     ("doctor {brackets}", "{brackets} is no JSON: "),
-    ("doctor {old}", "{old} has a report of format 0, and 5 is read here"),
+    ("doctor {old}", "{old} has a report of format 0, and 6 is read here"),
     ("doctor {damaged}", "{damaged} is damaged: KeyError('stats')"),
     ("doctor {folder}/missing", "No such file or directory: '{folder}/missing'"),
     ("doctor {folder}", "No such file or directory: '{folder}/rollout_spec.json'"),
