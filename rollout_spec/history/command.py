@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,11 +59,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command. Returns the exit code; 2, with one line on stderr, for bad input."""
     commands = {"import": _import, "stats": _stats, "prune": _prune}
     try:
-        try:
-            import fsspec  # noqa: F401
-            import pyarrow  # noqa: F401
-        except ImportError as error:
-            raise ImportError(f"history needs pyarrow and fsspec ({error}): {install('history')}") from error
+        if not all(map(find_spec, ("pyarrow", "fsspec"))):
+            raise ImportError(f"history needs pyarrow and fsspec: {install('history')}")
         commands[args.history_command](args)
         return 0
     except BrokenPipeError:

@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
@@ -153,14 +154,17 @@ class FolderThread:
             self._do(self._read)
         self._do(self._write)
 
-    def _do(self, work: Callable[[], None]) -> None:
-        """Do what must end neither the run nor the thread. What goes wrong is said once for each kind."""
+    def _do(self, work: Callable[..., None], *item: Any) -> bool:
+        """Do what must end neither the run nor the thread: False if it fails. Each kind of error is said once."""
         try:
-            work()
+            work(*item)
+            return True
         except Exception as error:
             kind = error.errno if isinstance(error, OSError) else type(error)
-            if kind not in self._warned_of:
+            with self._lock:
+                is_first = kind not in self._warned_of
                 self._warned_of.add(kind)
+            if is_first:
                 logger.warning(
                     "history: %s cannot be used as it should: %s. Rollouts go on; what cannot be written or read now "
                     "is tried again. This is said once",
@@ -168,6 +172,7 @@ class FolderThread:
                     str(error) or repr(error),
                     exc_info=None if isinstance(error, OSError) else error,
                 )
+            return False
 
     def _write(self) -> None:
         now = time.monotonic()
@@ -179,9 +184,8 @@ class FolderThread:
                 for key, group in self._groups.items()
                 if key[0] not in self._watched or now - group.since > SECONDS_TO_WRITE or self.is_closed
             ]
-        self._next_write = now + SECONDS_TO_RETRY
-        self._do_each(self._write_group, ready)
-        self._next_write = 0.0
+        is_written = self._do_each(self._write_group, ready)
+        self._next_write = 0.0 if is_written else now + SECONDS_TO_RETRY
 
     def _write_group(self, key: tuple[int, int]) -> None:
         with self._lock:
@@ -220,24 +224,14 @@ class FolderThread:
                 if problem_id in self._watched:
                     self._watched[problem_id] = time.monotonic() + self._seconds_to_look
 
-    def _do_each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
-        """Do the work for each item, for READERS at once where the folder is remote. Raises the first error after."""
-        errors: list[Exception] = []
-
-        def attempt(item: Any) -> None:
-            try:
-                work(item)
-            except Exception as error:
-                errors.append(error)
-
+    def _do_each(self, work: Callable[[Any], None], items: Sequence[Any]) -> bool:
+        """`_do` for each item, for READERS at once where the folder is remote. False if any of them fails."""
         if self.folder.is_remote and len(items) > 1:
             with ThreadPool(min(READERS, len(items))) as pool:  # its threads do not keep a process from ending
-                pool.map(attempt, items, 1)
+                done = pool.map(partial(self._do, work), items, 1)
         else:
-            for item in items:
-                attempt(item)
-        if errors:
-            raise errors[0]
+            done = [self._do(work, item) for item in items]
+        return all(done)
 
 
 def _num_tokens(rollouts: Iterable[Rollout]) -> int:

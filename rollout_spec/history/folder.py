@@ -152,14 +152,11 @@ def decode(data: bytes, problem_id: int, order: int, origin: Origin) -> list[Rol
 
 def _arrays(column: Any, origin: Origin) -> list[Any]:
     """int32 arrays, one per row of a column of token lists."""
-    import pyarrow as arrow
-
-    lists = arrow.concat_arrays(column.chunks)
-    offsets, tokens = lists.offsets.to_numpy(), lists.values.to_numpy()
-    tokens = tokens[offsets[0] : offsets[-1]]
+    lists = column.combine_chunks()
+    tokens = lists.flatten().to_numpy()
     if tokens.size and not 0 <= tokens.min() <= tokens.max() < (origin.vocab_size or 2**31):
         raise OtherOriginError(f"it holds tokens outside of the vocabulary of {origin.vocab_size or 2**31}")
-    return np.split(tokens, offsets[1:-1] - offsets[0])
+    return np.split(tokens, np.cumsum(lists.value_lengths())[:-1])
 
 
 # -- the folder ------------------------------------------------------------------------------------------------------
