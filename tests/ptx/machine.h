@@ -154,19 +154,14 @@ static inline float max_number(float a, float b) {
 }
 static inline float min_number(float a, float b) { return -max_number(-a, -b); }
 static inline float from_bfloat(uint16_t h) { Bits x = {.u = (uint32_t)h << 16}; return x.f; }
-static inline uint16_t to_bfloat(float f) {
-  Bits x = {f};
-  return f != f ? 0x7fff : (x.u + 0x7fff + (x.u >> 16 & 1)) >> 16;
-}
 static inline float from_half(uint16_t h) { _Float16 x; memcpy(&x, &h, 2); return x; }
-// Floats beyond an integer's range become its end; NaN becomes 0, or the least number (as signed) has 64 bits.
+// Floats beyond an integer's range become its end; NaN becomes 0, or the least number of 64 bits.
 // `x` is integral.
 #define TO_INTEGER(name, source, T, low, high, nan) \
   static inline T name(source x) { return x != x ? (T)(nan) : x >= (source)(high) ? (T)(high) : x <= (source)(low) ? (T)(low) : (T)x; }
 TO_INTEGER(narrow_to_s32, float, int32_t, INT32_MIN, INT32_MAX, 0)
 TO_INTEGER(narrow_to_u32, float, uint32_t, 0, UINT32_MAX, 0)
 TO_INTEGER(wide_to_s64, double, int64_t, INT64_MIN, INT64_MAX, INT64_MIN)
-TO_INTEGER(wide_to_u64, double, uint64_t, 0, UINT64_MAX, 1ull << 63)
 
 static inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
   uint64_t bytes = (uint64_t)b << 32 | a; uint32_t result = 0;

@@ -22,14 +22,12 @@ C_TYPES = {
 }  # fmt: skip
 BITS = {"pred": 1} | {name: int(re.sub(r"\D", "", name)) for name in C_TYPES}
 SPECIAL_REGISTERS = {
-    "tid.x": "w->index * 32 + l", "tid.y": "0", "tid.z": "0", "laneid": "l", "warpid": "w->index",
-    "ntid.x": "w->machine->num_warps * 32", "ntid.y": "1", "ntid.z": "1",
-    "ctaid.x": "w->block->x", "ctaid.y": "w->block->y", "ctaid.z": "w->block->z",
-    "nctaid.x": "w->machine->grid[0]", "nctaid.y": "w->machine->grid[1]", "nctaid.z": "w->machine->grid[2]",
+    "tid.x": "w->index * 32 + l", "ctaid.x": "w->block->x", "ctaid.y": "w->block->y", "ctaid.z": "w->block->z",
+    "nctaid.x": "w->machine->grid[0]", "nctaid.y": "w->machine->grid[1]",
 }  # fmt: skip
 FROM_HALF = {"f16": "from_half", "bf16": "from_bfloat"}
-ROUNDINGS = {"rn": "FE_TONEAREST", "rz": "FE_TOWARDZERO", "rm": "FE_DOWNWARD", "rp": "FE_UPWARD"}
-TO_INTEGER = {"rni": "rint", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
+ROUNDINGS = {"rn": "FE_TONEAREST", "rz": "FE_TOWARDZERO"}
+TO_INTEGER = {"rzi": "trunc", "rmi": "floor"}
 
 
 class Unsupported(Exception):
@@ -111,10 +109,8 @@ def _div(op: str, words: list[str], kind: str) -> Form:
 
 def _min_max(op: str, words: list[str], kind: str) -> Form:
     name, sign = words[0], "<" if words[0] == "min" else ">"
-    if kind == "f16" or {"NaN", "xorsign"} & set(words):
+    if {"NaN", "xorsign"} & set(words):
         raise Unsupported(op)
-    if kind == "bf16":
-        return _lanewise(kind, (kind, kind), f"to_bfloat({name}_number(from_bfloat(a), from_bfloat(b)))")
     value = f"{name}_number(a, b)" if kind == "f32" else f"a {sign} b ? a : b"
     return _lanewise(kind, (kind, kind), value, op)
 
@@ -166,7 +162,7 @@ def _bits(op: str, words: list[str], kind: str) -> Form:
 
 def _function(op: str, words: list[str], kind: str) -> Form:
     """Of one float; the approximate ones, too, are exact to float32's rounding, which hardware's are not."""
-    value = {"ex2": "exp2f(a)", "lg2": "log2f(a)", "sqrt": "sqrtf(a)", "rsqrt": "1.0f / sqrtf(a)"}[words[0]]
+    value = {"ex2": "exp2f(a)", "sqrt": "sqrtf(a)", "rsqrt": "1.0f / sqrtf(a)"}[words[0]]
     if kind != "f32" or _rounding(words) != "rn":
         raise Unsupported(op)
     return _lanewise(kind, (kind,), value, op)
@@ -185,7 +181,7 @@ def _setp(op: str, words: list[str], kind: str) -> Form:
         raise Unsupported(op)
     value = {
         "eq": "a == b", "ne": "(a < b || a > b)" if is_float else "a != b", "lt": "a < b", "le": "a <= b",
-        "gt": "a > b", "ge": "a >= b", "lo": "a < b", "ls": "a <= b", "hi": "a > b", "hs": "a >= b",
+        "gt": "a > b", "ge": "a >= b",
         "equ": "!(a < b || a > b)", "neu": "!(a == b)", "ltu": "!(a >= b)", "leu": "!(a > b)", "gtu": "!(a <= b)",
         "geu": "!(a < b)", "num": "(a == a && b == b)", "nan": "(a != a || b != b)",
     }[words[0]]  # fmt: skip
@@ -263,7 +259,7 @@ def _shuffle(op: str, words: list[str], kind: str) -> Form:
     if kind != "b32":
         raise Unsupported(op)
     source, ok = {
-        "bfly": ("l ^ by", "from <= last"), "up": ("l - by", "from >= last"), "down": ("l + by", "from <= last"),
+        "bfly": ("l ^ by", "from <= last"), "up": ("l - by", "from >= last"),
         "idx": ("(l & segment) | (by & ~segment)", "from <= last"),
     }[words[2]]  # fmt: skip
     return Form(("b32",), ("b32",) * 4, (
@@ -290,12 +286,12 @@ FAMILIES = {
     "add": _add_sub_mul, "sub": _add_sub_mul, "mul": _add_sub_mul, "mad": _mad, "fma": _fma, "div": _div,
     "min": _min_max, "max": _min_max, "neg": _neg_abs, "abs": _neg_abs, "and": _logic, "or": _logic,
     "xor": _logic, "not": _logic, "mov": _mov, "shl": _shift, "shr": _shift, "shf": _funnel_shift, "popc": _bits,
-    "bfe": _bits, "prmt": _bits, "ex2": _function, "lg2": _function, "sqrt": _function, "rsqrt": _function,
+    "bfe": _bits, "prmt": _bits, "ex2": _function, "sqrt": _function, "rsqrt": _function,
     "selp": _selp, "setp": _setp, "cvt": _cvt, "pack": _pack, "unpack": _unpack, "sreg": _special_register,
     "ldparam": _parameter, "ld": _load_store, "st": _load_store, "atom": _atomic, "red": _atomic, "redux": _redux,
     "shfl": _shuffle, "ldmatrix": _matrix, "stmatrix": _matrix,
 }  # fmt: skip
-OF_HALVES = ("cvt", "setp", "min", "max")
+OF_HALVES = ("cvt", "setp")
 
 
 def form(op: str) -> Form:
@@ -329,7 +325,7 @@ def common_forms() -> list[str]:
         "{sqrt,rsqrt}.approx.ftz.f32", "selp.{b16,b32,b64,f32}", "setp.{eq,ne,lt,le,gt,ge}.{s32,u32,s64,u64}",
         "setp.{eq,ne}.{b16,b32,b64}", "setp.{eq,ne,lt,le,gt,ge,equ,neu,ltu,leu,gtu,geu,num,nan}.f32",
         "setp.{ne,le,ge}.{f16,bf16}", "cvt.{u32.u64,u64.u32,s64.s32,u16.u8,u8.u16,u32.u16}", "cvt.f32.{f16,bf16}",
-        "cvt.rn.f32.{s32,u32,s64}", "cvt.rzi.{s32,u32,s64}.f32", "cvt.{rmi,rpi}.ftz.f32.f32", "{pack,unpack}.2.b32",
+        "cvt.rn.f32.{s32,u32,s64}", "cvt.rzi.{s32,u32,s64}.f32", "cvt.rmi.ftz.f32.f32", "{pack,unpack}.2.b32",
         "unpack.2.b64", "sreg.{tid.x,ctaid.x,ctaid.y,ctaid.z,nctaid.x,nctaid.y}", "ldparam.{b32,b64}",
         "{ld,st}.global.{b8,b16,b32,b64}", "{ld,st}.global.{v2,v4}.b32", "{ld,st}.global.v2.b64",
         "{ld,st}.shared.{b8,b32,b64}", "{ld,st}.shared.{v2,v4}.b32", "{ld,st}.shared.v2.b64",
