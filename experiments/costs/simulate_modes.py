@@ -127,7 +127,8 @@ def engine_of(name: str, model: str, gpu: str, batch: int, further_pass: float |
     if name == "constant":
         return phases.Engine(cost, K, [(1, 1, one_k(ranges, batch))], passes=passes)
     if name == "adaptive":
-        return phases.Engine(cost, K, known=costs.measured_by_vllm(shape, gpu), passes=passes)
+        schedule = Schedule(K) if passes is None else None  # as engines have it
+        return phases.Engine(cost, K, known=costs.measured_by_vllm(shape, gpu), schedule=schedule, passes=passes)
     return phases.Engine(cost, K, ranges, schedule=Schedule(K), passes=passes)
 
 
