@@ -24,5 +24,20 @@ def check_the_cpu(doctor):
     doctor.check_device = check_cpu
 
 
+def pin_nothing(runner):
+    """V1's runner pins memory for `ngram_gpu`, for which torch needs an accelerator."""
+    import torch
+
+    class Torch:
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+        def zeros(self, *args, pin_memory=False, **options):
+            return torch.zeros(*args, **options)
+
+    runner.torch = Torch()
+
+
+wrapt.register_post_import_hook(pin_nothing, "vllm.v1.worker.gpu_model_runner")
 wrapt.register_post_import_hook(lambda platform: schedule_as_on_gpus(), "vllm.platforms.cpu")
 wrapt.register_post_import_hook(check_the_cpu, "rollout_spec.doctor")
