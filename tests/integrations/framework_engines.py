@@ -95,12 +95,12 @@ def skyrl_engine_args(model: Path, lines: list[str]) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     # SkyRL's types need Python 3.12 with the pydantic that this vLLM brings, and this vLLM has moved a module.
-    moved = {"vllm.entrypoints.openai.cli_args": vllm.entrypoints.launchers.cli_args}
-    with mock.patch.object(typing, "TypedDict", typing_extensions.TypedDict), mock.patch.dict(sys.modules, moved):
+    sys.modules["vllm.entrypoints.openai.cli_args"] = vllm.entrypoints.launchers.cli_args
+    with mock.patch.object(typing, "TypedDict", typing_extensions.TypedDict):
         from skyrl.backends.skyrl_train.inference_servers.utils import build_vllm_cli_args
         from skyrl.train.config import SkyRLTrainConfig
 
-        engine = "generator.inference_engine"
-        lines = [*lines, f"trainer.policy.model.path={model}", "trainer.placement.colocate_all=false"]
-        lines += [f"{engine}.model_dtype=float32", f"{engine}.tensor_parallel_size=1"]
-        return AsyncEngineArgs.from_cli_args(build_vllm_cli_args(SkyRLTrainConfig.from_cli_overrides(lines)))
+    engine = "generator.inference_engine"
+    lines = [*lines, f"trainer.policy.model.path={model}", "trainer.placement.colocate_all=false"]
+    lines += [f"{engine}.model_dtype=float32", f"{engine}.tensor_parallel_size=1"]
+    return AsyncEngineArgs.from_cli_args(build_vllm_cli_args(SkyRLTrainConfig.from_cli_overrides(lines)))
