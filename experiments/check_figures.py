@@ -16,12 +16,12 @@ from experiments.rows import RESULTS
 
 Rows = list[dict[str, Any]]
 PAGES = ("README.md", "docs/benchmarks.md", "docs/history.md", "docs/model-drafters.md", "docs/target-features.md",
-         "docs/gpu.md")  # fmt: skip
+         "docs/gpu.md", "docs/frameworks.md")  # fmt: skip
 LABELS = {
     "", "requests at once", "Stage", "What", "Ran on", "requests", "requests, real model", "epoch", "set", "Engine",
-    "Engines", "Drafts", "You run", "Its vLLM", "T", "Drafter, 3 tokens", "rollouts", "Model, passes",
+    "Engines", "Drafts", "You run", "Its vLLM", "T", "Drafter, 3 tokens",
+    "rollouts", "Model, passes", "Framework", "vLLM", "Runner, drafter",
 }  # fmt: skip
-H100 = "NVIDIA H100 80GB HBM3"
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 
 
@@ -29,6 +29,11 @@ def read(name: str, **wanted: Any) -> Rows:
     """The rows of a file that have these values, oldest first."""
     rows = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
     return [row for row in rows if all(row.get(field) == value for field, value in wanted.items())]
+
+
+def measured_phases() -> Rows:
+    """The phases that ran on an H100, of the recording that is used unless another is named."""
+    return read("bench_phase", benchmark="phase", device="NVIDIA H100 80GB HBM3", rollouts="rg_llama_math.parquet")
 
 
 def fields(rows: Rows, *names: str) -> list[float]:
@@ -75,7 +80,7 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     first = [len(demos), *(sum(fields(demos, name)) for name in ("rollouts_identical", "rollouts_total"))]
     first += [*fields(demos, "generation_speedup"), *fields(engines, "speedup")]
     first += fields(run, "stock_over_on_per_token", "identical", "rollouts")
-    phases = read("bench_phase", benchmark="phase", device=H100, rollouts="rg_llama_math.parquet")
+    phases = measured_phases()
     simulated = read("modes_simulated", benchmark="modes/phases", gpu="h100")
     yield "| requests at once | ", [*phases, *simulated], on_gpu(phases, simulated)
     yield "| What | Ran on ", [*demos, *engines, *run], first
@@ -87,7 +92,7 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     of_each = [t / s for row in rows for t, s in zip(row["tokens"], row["request_steps"], strict=True)]
     yield "| T | Drafter", rows, [*of_all_epochs, *of_each]
     rows = read("modes_simulated", benchmark="modes/simulated")
-    for start in ("| Engine | Drafts ", "| You run | "):
+    for start in ("| Engine | Drafts ", "| You run | ", "| Framework | "):
         yield start, rows, modes(rows)
     rows = read("modes_simulated", benchmark="phases/sub_steps", mode="device")
     yield "| Model, passes ", rows, fields(rows, "times")

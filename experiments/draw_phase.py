@@ -8,13 +8,12 @@ quarter of its requests were left.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
 
+from experiments.check_figures import measured_phases
 from experiments.engines.build import ROOT
-from experiments.rows import RESULTS
 
 COLORS = {"none": ("#57606a", "stock vLLM"), "device": ("#1a7f37", "rollout_spec")}
 EPOCHS = {"first": "first epoch", "history": "later epoch"}
@@ -56,9 +55,7 @@ def column(rows: list[dict[str, Any]], shape: str, x: int, top: int) -> list[str
 
 def main() -> None:
     """Draw the rows of phases."""
-    rows = [json.loads(line) for line in (RESULTS / "bench_phase.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "H100" in row["device"] and row["mode"] in COLORS]
-    lines, x = [], 20
+    rows, lines, x = measured_phases(), [], 20
     for color, label in COLORS.values():
         lines.append(f'<rect x="{x}" y="14" width="14" height="14" fill="{color}"/>')
         lines.append(f'<text x="{x + 20}" y="26">{label}</text>')

@@ -53,11 +53,10 @@ for stage in "$@"; do
             ;;
         second)
             stages+=("phase-$shape:none,ngram-gpu,device,device-n1:64")
+            [[ $shape != tiny ]] || continue
             # 80 GB have room for three engines of 7B; the fourth comes later, beside the rows of the others.
             memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1)
-            if [[ $shape == tiny ]]; then
-                :
-            elif ((${memory:-0} > 100000)); then
+            if ((${memory:-0} > 100000)); then
                 stages+=(phase-7b:none,ngram-gpu,device,device-n1:64)
             else
                 stages+=(phase-7b:none,ngram-gpu,device:64 phase-7b:device-n1:64)

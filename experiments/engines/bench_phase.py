@@ -30,7 +30,8 @@ The gate: every rollout is the recorded one. All engines are there at once and t
 work on the machine slows down all of them. If `none` is the first mode, it runs each phase again at the end: `times` is
 relative to the mean of both. What `--out` has of this commit, device and vLLM is not run again.
 
-Reported by batch, phase and mode: seconds, also relative to `none`; tokens per second; tokens per request and step; the
+Reported by batch, phase and mode: seconds, also relative to `none`, and those in which less than a quarter of the
+requests are left; tokens per second; tokens per request and step; the
 share of steps that were too large for a CUDA graph; the time of steps by their size, on a GPU as its stream takes it;
 `peak_gib`, what torch had allocated and reserved at most in the phase, with weights, KV cache (`kv_gib`) and graphs.
 Each forward pass counts as a step; `passes_per_step` is how many the scheduler's have.

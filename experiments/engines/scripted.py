@@ -20,6 +20,8 @@ SCRIPT = "recorded_rollout"
 """Key of `SamplingParams.extra_args` under which a request says which rollout it is."""
 ENOUGH_STEPS = 5
 """For a median."""
+LEFT_IN_TAIL = 0.25
+"""A phase's tail has less than this share of its requests."""
 
 
 def install(worker: Any, texts: list[list[int]], end: int, raised: float) -> Steps:
@@ -180,20 +182,23 @@ class Steps:
         """Of the phase, in which rollouts got `num_tokens` tokens."""
         requests, tokens, passes = map(np.array, (self.requests, self.tokens, self.passes))
         request_passes, is_large = passes @ requests, tokens > self._largest_graph
+        ms = milliseconds_between(self.begun)
+        is_tail = requests[: ms.size] < LEFT_IN_TAIL * requests.max()
         return {
             "steps": int(passes.sum()),
             "passes_per_step": round(float(passes.mean()), 2),
             "tokens_per_step": round(float(num_tokens / request_passes), 3),
             "verified_per_step": round(float(passes @ tokens / request_passes), 3),
             "steps_without_graph": round(float(np.average(is_large, weights=passes)), 3),
-            "by_size": self._by_size(),
+            "tail_seconds": round(float(ms[is_tail].sum()) / 1e3, 4),
+            "by_size": self._by_size(ms),
         }
 
-    def _by_size(self) -> list[tuple[int, int, int, float]]:
+    def _by_size(self, milliseconds: np.ndarray) -> list[tuple[int, int, int, float]]:
         """(requests, tokens, steps, a pass's median in ms) of every size of a step that occurred often enough."""
         times: dict[tuple[int, int], list[float]] = {}
         sizes = zip(self.requests, self.tokens, strict=True)
-        for size, ms, n in zip(sizes, milliseconds_between(self.begun), self.passes, strict=False):
+        for size, ms, n in zip(sizes, milliseconds, self.passes, strict=False):
             times.setdefault(size, []).append(ms / n)
         return [
             (*size, len(ms), round(float(np.median(ms)), 3))
