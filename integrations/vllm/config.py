@@ -174,11 +174,6 @@ def share_of_experts(vllm_config: Any) -> float:
     return min(used / model.get_num_experts(), 1.0) if isinstance(used, int) and used else 1.0
 
 
-def repeats_seeds(vllm_config: Any) -> bool:
-    """Whether the seeds of requests without one follow from the engine's, as somebody has chosen it."""
-    return bool(vllm_config.model_config.seed != 0 and vllm_config.parallel_config.data_parallel_size == 1)
-
-
 # -- the model runner: V1 has its drafter on the host, V2 on the device ----------------------------------------------
 
 

@@ -38,7 +38,6 @@ from rollout_spec.integrations.vllm.config import (
     reasons_for_v1,
     refuse_host_drafter,
     refuse_model_drafter,
-    repeats_seeds,
     say,
     share_of_experts,
 )
@@ -162,12 +161,11 @@ def validate_sampling_params(original: Callable[..., None], self: Any, speculati
 
 
 def init_input_processor(original: Callable[..., None], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-    """Check an engine's configuration, and make what checks its requests and gives them seeds."""
+    """Check an engine's configuration."""
     config = config_of(vllm_config)
-    self.rollout_spec = None
     if config is not None:
         check_engine(vllm_config, config)
-        self.rollout_spec = FrontEnd(vllm_config, config)
+    self.rollout_spec = None
     original(self, vllm_config, *args, **kwargs)
 
 
@@ -179,17 +177,19 @@ def process_inputs(original: Callable[..., Any], self: Any, *args: Any, **kwargs
     return request
 
 
-def init_engine(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Say what speculation an engine has, and end outputs at stop strings if it speculates."""
+def init_front_end(original: Callable[..., None], self: Any, *args: Any, is_offline: bool, **kwargs: Any) -> None:
+    """Make what checks requests and gives them seeds, say what the engine has, and end outputs at stop strings."""
     original(self, *args, **kwargs)
-    config = config_of(self.vllm_config)
+    vllm_config = self.vllm_config
+    config = config_of(vllm_config)
     if config is None:
         return
-    say(describe_engine(self.vllm_config, config))
-    if repeats_seeds(self.vllm_config):
+    front_end = self.input_processor.rollout_spec = FrontEnd(vllm_config, config, is_offline=is_offline)
+    say(describe_engine(vllm_config, config))
+    if front_end.repeats_engine_seed:
         say(
-            f"rollout_spec: requests without a seed get theirs from the engine's, {self.vllm_config.model_config.seed},"
-            " and their number: another engine with this seed, or this one after a restart, repeats these rollouts"
+            f"rollout_spec: requests without a seed get theirs from the engine's, {vllm_config.model_config.seed}, and "
+            "their number: another engine with this seed, or this one after a restart, repeats these rollouts"
         )
     if config.speculation:
         compat.end_outputs_at_stop_strings(self.output_processor)

@@ -20,7 +20,6 @@ from rollout_spec import checks
 from rollout_spec.checks import shown
 from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig
 from rollout_spec.integrations.vllm import compat
-from rollout_spec.integrations.vllm.config import repeats_seeds
 
 logger = logging.getLogger(__name__)
 
@@ -104,18 +103,21 @@ def without_history(extra_args: Mapping[str, Any] | None) -> Any:
 class FrontEnd:
     """Checks the requests of one engine, and gives a seed to those that come without one.
 
-    Such a seed derives from the request's number and a key. The key of most engines is random, so that engines and
-    restarts differ. It is the engine's seed where one was chosen, and under the external launcher, where every
-    tensor-parallel rank has a front end of its own and all must draw the same seeds. vLLM's default is 0, and
-    data-parallel engines share a seed: neither is a choice.
+    Such a seed derives from the request's number and a key. The key is random, so that engines and restarts differ,
+    unless rollouts are to be repeated (`repeats_engine_seed`), or the external launcher gave every tensor-parallel rank
+    a front end of its own: all must draw the same seeds.
     """
 
-    def __init__(self, vllm_config: Any, config: RolloutSpecConfig) -> None:
+    def __init__(self, vllm_config: Any, config: RolloutSpecConfig, *, is_offline: bool) -> None:
+        """`is_offline`: for vLLM's `LLM`, not for a server or another asynchronous engine."""
         self._config = config
         self._is_v1 = not vllm_config.use_v2_model_runner
         self._lacks_sessions = compat.is_v2_old() and config.speculation and not self._is_v1
         parallel, seed = vllm_config.parallel_config, vllm_config.model_config.seed
-        if repeats_seeds(vllm_config) or parallel.distributed_executor_backend == "external_launcher":
+        # vLLM's default is 0, and data-parallel engines share a seed: neither was chosen. Servers' requests come in any
+        # order, and frameworks give all their engines one seed, with which siblings on two of them would be copies.
+        self.repeats_engine_seed = is_offline and seed != 0 and parallel.data_parallel_size == 1
+        if self.repeats_engine_seed or parallel.distributed_executor_backend == "external_launcher":
             self._key = f"{seed}/{parallel.data_parallel_rank}/{parallel._api_process_rank}"
         else:
             self._key = os.urandom(16).hex()

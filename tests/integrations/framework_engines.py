@@ -89,8 +89,8 @@ def report_of(server: Any) -> Any:
     return json.load(urllib.request.urlopen(request))["results"][0]
 
 
-def skyrl_engine_args(model: Path, lines: list[str]) -> Any:
-    """The engine arguments that SkyRL makes of its command line."""
+def skyrl_engine_args(model: Path) -> Any:
+    """The engine arguments that SkyRL makes by default."""
     import vllm.entrypoints.launchers.cli_args
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -101,6 +101,6 @@ def skyrl_engine_args(model: Path, lines: list[str]) -> Any:
         from skyrl.train.config import SkyRLTrainConfig
 
     engine = "generator.inference_engine"
-    lines = [*lines, f"trainer.policy.model.path={model}", "trainer.placement.colocate_all=false"]
+    lines = [f"trainer.policy.model.path={model}", "trainer.placement.colocate_all=false"]
     lines += [f"{engine}.model_dtype=float32", f"{engine}.tensor_parallel_size=1"]
     return AsyncEngineArgs.from_cli_args(build_vllm_cli_args(SkyRLTrainConfig.from_cli_overrides(lines)))

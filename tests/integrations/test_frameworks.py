@@ -21,7 +21,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.plugins import load_general_plugins
 
 from rollout_spec import RolloutSpecConfig
-from rollout_spec.integrations.vllm.config import config_of, repeats_seeds
+from rollout_spec.integrations.vllm.config import config_of
 
 pytestmark = pytest.mark.slow
 
@@ -44,14 +44,14 @@ def variable(framework):
     return value.removeprefix("ROLLOUT_SPEC=")
 
 
-def overrides(framework):
-    """The arguments with which a framework's script is run, after bash has read them."""
-    instead = 'bash() { shift 1; printf "%s\\n" "$@"; }; ray() { :; }; sed() { :; }\n'
-    return subprocess.check_output(["bash", "-c", instead + block(framework)], text=True).splitlines()
+def verl_arguments():
+    """The arguments with which verl's script is run, after bash has read them."""
+    instead = 'bash() { shift 1; printf "%s\\n" "$@"; }\n'
+    return subprocess.check_output(["bash", "-c", instead + block("verl")], text=True).splitlines()
 
 
 def verl_variable():
-    return overrides("verl")[0].removeprefix("+ray_kwargs.ray_init.runtime_env.env_vars.ROLLOUT_SPEC=").strip("'")
+    return verl_arguments()[0].removeprefix("+ray_kwargs.ray_init.runtime_env.env_vars.ROLLOUT_SPEC=").strip("'")
 
 
 def openrlhf_variable_of_a_job():
@@ -97,7 +97,7 @@ def test_verl(tiny_model, tmp_path, monkeypatch):
     from tests.integrations import framework_engines as engines
 
     monkeypatch.delenv("VLLM_LOGGING_LEVEL")  # the tests' own
-    lines = [line.replace("/shared/history", str(tmp_path)) for line in overrides("verl")]
+    lines = [line.replace("/shared/history", str(tmp_path)) for line in verl_arguments()]
     assert "VLLM_DISABLE_COMPILE_CACHE" in engines.verl_runtime_env(lines), "verl's own variables are still there"
     with engines.verl_server(tiny_model, lines) as server:
         drafted = engines.verl_rollouts(server)
@@ -114,6 +114,5 @@ def test_skyrl(tiny_model, monkeypatch):
     from tests.integrations.framework_engines import skyrl_engine_args
 
     monkeypatch.setenv("ROLLOUT_SPEC", VARIABLES["SkyRL"]())
-    arguments = skyrl_engine_args(tiny_model, overrides("SkyRL")[1:])
+    arguments = skyrl_engine_args(tiny_model)
     assert asks(arguments) == dataclasses.replace(SHARED, ignore_cache_salt=True)
-    assert not repeats_seeds(arguments.create_engine_config()), "its engines have one seed: siblings would be copies"

@@ -134,13 +134,13 @@ def test_problems_and_seeds_reach_the_drafter(llm, monkeypatch):
     assert {type(given[name]) for given in seen for name in ("problem_id", "seed")} == {int}
 
 
-def a_front_end(launcher=None, number=0, seed=0):
+def a_front_end(launcher=None, number=0, seed=0, is_offline=True):
     parallel = SimpleNamespace(
         data_parallel_size=1, data_parallel_rank=0, distributed_executor_backend=launcher, _api_process_rank=number
     )
     model = SimpleNamespace(seed=seed)
     engine = SimpleNamespace(use_v2_model_runner=True, parallel_config=parallel, model_config=model)
-    return FrontEnd(engine, RolloutSpecConfig())
+    return FrontEnd(engine, RolloutSpecConfig(), is_offline=is_offline)
 
 
 @pytest.mark.parametrize("launcher", [None, "external_launcher"])
@@ -156,6 +156,12 @@ def test_seeds_that_follow_from_the_engines_are_repeated_and_are_no_copies(launc
     different = [seed for number in range(2) for engine_seed in (3, 4) for seed in seeds(number, engine_seed)]
     assert len(set(different)) == len(different)
     assert seeds(1) == seeds(1)
+
+
+def test_servers_with_one_engine_seed_give_different_seeds():
+    """Frameworks give all their replicas one seed."""
+    keys = {a_front_end(seed=42, is_offline=False)._key for _ in range(2)}
+    assert len(keys) == 2
 
 
 def test_what_the_caller_gave_stays_as_it_is():
