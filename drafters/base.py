@@ -71,7 +71,7 @@ class Drafter(Protocol):
 
 
 class BatchDrafter(Drafter, Protocol):
-    """A drafter that engines call once per step, whatever the number of requests: without an object for each of them.
+    """A drafter that engines call once per step, with arrays.
 
     It calibrates its confidence itself, by what becomes of its drafts: budgets take it as it is.
 
@@ -79,6 +79,8 @@ class BatchDrafter(Drafter, Protocol):
     history holds already, from earlier turns; they are not stored again, unless all of the problem is gone. `own_only`
     (bool): draft this request from its own text alone, and no other request from it; it is not kept. Drafters that have
     only the methods of `Drafter` are not shown such requests.
+
+    With a `history_dir` it also needs what `integrations/vllm/engine_history.py` names.
     """
 
     table: RequestTable
@@ -90,6 +92,9 @@ class BatchDrafter(Drafter, Protocol):
         Raises:
             ValueError: `req_id` is not live.
         """
+
+    def output_of(self, req_id: str) -> Int32Array:
+        """A live request's tokens without its prompt."""
 
     def learn_step(self, sampled: Sampled, targets: NDArray[np.int64] | None, options: StepOptions) -> Learned:
         """Learn what a step sampled: what became of the last drafts, and the tokens that requests keep.

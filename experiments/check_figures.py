@@ -1,6 +1,6 @@
 """Each figure in a table of README or docs has its row in `experiments/results`: part of `make check`.
 
-Below a table of the docs its page names the commits that the rows were measured at.
+Below a table of the docs its page names the commits that the rows are of.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def main() -> int:
             start = next((start for start in known if table.startswith(start)), "")
             rows, figures = known.pop(start, ([], []))
             wrong += [f"{page}: no row gives {text}" for text in missing(table, figures) if start or "." in text]
-            note = f"Measured at {', '.join(dict.fromkeys(row['git'].removesuffix('-dirty') for row in rows))}."
+            note = f"Rows of {', '.join(dict.fromkeys(row['git'].removesuffix('-dirty') for row in rows))}."
             if start and page != "README.md" and below != note:
                 wrong.append(f"{page}: below {start} it does not say: {note}")
     wrong += [f"there is no table {start}" for start in known]

@@ -27,10 +27,9 @@ RECENT_STEPS, FRESH_STEPS = 5, 512
 """A size takes what the second fastest of its last RECENT_STEPS steps took, of fewer than four the fastest: other work
 makes steps longer, never shorter. It takes no longer than a larger size of the last FRESH_STEPS steps."""
 TRUST, ONCE, MOST_PATIENCE, LONGEST_TRUST = 12, 0.25, 4.0, 3072
-"""A size that was measured n times, and takes p > 1 times as long as a step without drafts, is forgotten after
-TRUST ((n - 1 + ONCE) p)^2 steps, with p at most MOST_PATIENCE, and after LONGEST_TRUST at the latest. It then counts as
-a step without drafts and is tried again: soon if its only step may have been held up, an expensive one ever less
-often."""
+"""A size is forgotten after TRUST (m p)² steps, at most LONGEST_TRUST, and tried again. m: measurements - 1 + ONCE, so
+a single one, which may have been held up, is soon repeated. p: its time over that of a step without drafts, at most
+MOST_PATIENCE, so expensive sizes are tried less often."""
 ENOUGH, LONGEST_UNDRAFTED = 3, 128
 """Steps without drafts are measured until there are ENOUGH, and again after LONGEST_UNDRAFTED steps at the latest."""
 NEW_SIZE_COST, LARGEST_SIZE = 0.3, 8192

@@ -89,6 +89,9 @@ def look_around() -> Iterator[tuple[str, str]]:
         if needed_by and importlib.util.find_spec(package) is None:
             yield "absent", f"{package}; {needed_by}"
             continue
+        if package == "trl" and not supports_trl(found := importlib.metadata.version(package)):
+            yield "absent", f"trl 1.16 or newer, or 1.12 for PPOTrainer, and {found} is installed; {needed_by}"
+            continue
         verdict, line = _tried(package, partial(_version_of, package), remedy)
         yield verdict, line
         if verdict == "problem":  # those that follow import it, and would be reported for its fault
@@ -113,11 +116,13 @@ def _version_of(package: str) -> str:
     if package == "vllm":
         assert module.LLM  # is imported by being asked for
         check_version(module.__version_tuple__, version)
-    if package == "trl":
-        release = tuple(map(int, re.findall(r"\d+", version)[:2]))
-        if release < (1, 16) and release != (1, 12):
-            raise RuntimeError(f"{version} is not 1.16 or newer, nor 1.12, for PPOTrainer ({install('ppo')})")
     return version
+
+
+def supports_trl(version: str) -> bool:
+    """Whether our callback works with this TRL. Images of other frameworks may bring an old one, which is no fault."""
+    release = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    return release >= (1, 16) or release == (1, 12)
 
 
 def check_device(device: Any = None, vocab_size: int = 151_936) -> int:

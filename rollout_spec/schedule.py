@@ -25,8 +25,8 @@ CHEAP_TOKENS, CHEAP_TOKENS_A100 = 192, 144
 """Verifying this many tokens takes about as long as reading the weights, at short contexts: see `modes_simulated.jsonl`
 in experiments/results/README.md."""
 EXPERTS_WEIGHTS = 0.5
-"""Where a token uses one expert in 16, a step computes 16 EXPERTS_WEIGHTS times as many tokens while it reads the
-weights: an estimate, and a cautious one, as the layers besides the experts make it 0.57 to 0.9 in today's models."""
+"""Mixtures may verify EXPERTS_WEIGHTS / (share of experts that a token uses) times as many tokens, at least as many as
+a dense model. A cautious estimate: layers besides the experts make it 0.57 to 0.9 in today's models."""
 MEASURED_CONTEXT = 512
 """Tokens of context of each token in the steps that vLLM measures for its adaptive verification. With 256 to 1,024 of
 them, a step of more requests took on an A100 what verifying as many draft tokens took (experiments/results/README.md).
@@ -47,9 +47,9 @@ ENOUGH, RECENT_STEPS, OUTLIER = 2, 32, 2.0
 """A K costs the mean of its last RECENT_STEPS steps, once ENOUGH are known, without those that took more than OUTLIER
 times their median."""
 TRIAL, TRIED_DRAFTS, MOST_TRIALS = 5, 32, 2
-"""A K is tried for TRIAL steps in a row, of which two count (`sub_steps.Steps`). During a pause few requests are given
-some TRIED_DRAFTS whole drafts, which tell how many tokens are right. Steps with prompts are not timed: a K of which no
-step could be timed is tried at most MOST_TRIALS times."""
+"""A K is tried for TRIAL steps in a row, of which two count (`sub_steps.Steps`). A trial during a pause gives whole
+drafts to as many requests as make TRIED_DRAFTS tokens, which tell how many are right. Steps with prompts are not timed:
+a K of which no step could be timed is tried at most MOST_TRIALS times."""
 WORTH_IT, SURELY = 1.1, 2.5
 """Whole drafts whose time is not known are made if they give WORTH_IT times the tokens. With SURELY times nothing else
 is tried: on an H100 a step with drafts took the host 1.5 to 2.2 times as long as one without."""

@@ -165,7 +165,6 @@ def test_what_is_not_installed_is_no_fault_and_the_way_to_it_is_named(monkeypatc
         # Those that import what is broken are not blamed, too.
         (lambda m: m.setitem(sys.modules, "transformers.modeling_utils", None), "pip uninstall torchvision torchaudio"),
         (lambda m: m.setattr("vllm.__version_tuple__", (0, 20)), "vllm cannot be used (RuntimeError: rollout_spec n"),
-        (lambda m: m.setattr("trl.__version__", "1.15rc1"), "for PPOTrainer (pip install 'rollout-spec[ppo]')"),
     ],
 )
 def test_faults_of_an_installation_are_found(monkeypatch, change, said):
@@ -175,3 +174,11 @@ def test_faults_of_an_installation_are_found(monkeypatch, change, said):
     found = list(look_around())
     assert [line for verdict, line in found if verdict == "problem" and said in line]
     assert [verdict for verdict, _ in found].count("problem") == 1
+
+
+@pytest.mark.parametrize(("version", "verdict"), [("0.27.0", "absent"), ("1.12.0", "ok"), ("1.16.0", "ok")])
+def test_an_old_trl_is_no_fault(monkeypatch, version, verdict):
+    """verl's images bring one, for which our callback is not."""
+    pytest.importorskip("trl")
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
+    assert [said for said, line in look_around() if line.startswith("trl ")] == [verdict]

@@ -48,7 +48,7 @@ def _grade_kernel(
     slot = tl.load(slots_ptr + tl.program_id(0)).to(tl.int64)
     num_sampled = tl.load(num_sampled_ptr + tl.program_id(0)).to(tl.int32)
     start = tl.load(total_len_ptr + slot).to(tl.int32) - num_sampled
-    # Where the slot had another length then, an earlier request drafted, or this one before a pause.
+    # With another length the last draft was another request's, or from before a pause.
     num_said = tl.where(tl.load(last_len_ptr + slot) == start, num_sampled, 0)
     j = tl.arange(0, WIDTH)
     reached = (j < M) & (j < num_said)

@@ -2,9 +2,9 @@
 
 V2's model runner times its CUDA graphs at start. In each step it then keeps those draft tokens, of all requests, that
 are worth the time of their verification by the drafter's confidence (`cutting.py`). Only the workers know whether the
-attention kernels allow that, and the scheduler is made after them, maybe in another process. So vLLM's configuration
-has bounds of K by the number of requests from the beginning, and the engine's core replaces them once its workers have
-said that they cut drafts.
+attention kernels allow that, and the scheduler is made after them, maybe in another process. So
+`num_speculative_tokens_per_batch_size` has bounds at first, which the engine's core replaces once its workers report
+that they cut drafts.
 """
 
 from __future__ import annotations

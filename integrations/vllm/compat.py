@@ -1,11 +1,11 @@
 """The supported versions of vLLM, and one function for each difference between them.
 
-Each function names the versions that differ: once only newer ones are supported, it goes, and its callers do what it
-does for those. Other differences need no function, as our signatures take all of them: from 0.32 on `init_speculator`
-also gets the runner's request states, and a rejection sampler `invalid_drafts`; up to 0.30 `Sampler.add_request` gets
-the prompt's length; up to 0.27 a speculator has a `model`, and up to 0.25 its `capture` an argument.
-`vllm.triton_utils.dispatcher`, the module that `survive_lazy_modules` changes, exists from 0.31 on. V2's own noise
-equals ours from 0.31 on; before, ours replaces it, with and without speculation.
+Each function names the versions that differ. Once those are no longer supported, inline its branch for newer ones.
+Other differences need no function, as our signatures take all of them: from 0.32 on `init_speculator` also gets the
+runner's request states, and a rejection sampler `invalid_drafts`; up to 0.30 `Sampler.add_request` gets the prompt's
+length; up to 0.27 a speculator has a `model`, and up to 0.25 its `capture` an argument. `vllm.triton_utils.dispatcher`,
+the module that `survive_lazy_modules` changes, exists from 0.31 on. V2's own noise equals ours from 0.31 on; before,
+ours replaces it, with and without speculation.
 
 This module imports neither vLLM nor torch: the plugin is loaded in every process of every engine.
 """

@@ -179,8 +179,8 @@ class Cutting(AdaptiveVerificationManager):
         on_host = [host_buffer(4 * shape.numel(), device).view(torch.float32).view(shape).fill_(1.0) for _ in range(2)]
         self._stale_confidences = [SimpleNamespace(cpu=copy, np=copy.numpy()) for copy in on_host]
         self._is_drafting, self._is_last_pass = is_drafting, is_last_pass
+        # Of the last step whose drafts were all whole: its requests, their slots, and their (draft, other) tokens.
         self._req_ids: list[str] = []
-        """The requests of the last step of whole drafts, whose slots and numbers these are:"""
         self._slots: NDArray[np.intp] = np.zeros(0, np.intp)
         self._scheduled: NDArray[np.int32] = np.zeros((2, 0), np.int32)
         self._last_slots: tuple[NDArray[np.integer], Tensor] | None = None
@@ -191,7 +191,7 @@ class Cutting(AdaptiveVerificationManager):
         return self._confidence_probs
 
     def compile(self, index_dtype: torch.dtype) -> None:
-        """Compile the kernel, or load it from Triton's cache. index_dtype: of vLLM's numbers of requests."""
+        """Compile the kernel, or load it from Triton's cache. index_dtype: of vLLM's slot numbers."""
         nobody = torch.zeros(1, dtype=index_dtype, device=self._confidence_probs.device)
         self.cut(nobody, np.array([[0], [1]], np.int32), 0)
 

@@ -62,14 +62,14 @@ class EngineV2(Engine):
         self._outputs = StepBuffers(scheduler.max_num_seqs, k + 1, most_passes, runner.device, num_ahead, self.stats)
         self._num_passes, self._pass = 1, 0  # of the step, and which one it is at
         self._num_next_drafts = 0  # K of the drafts for the next step
-        self._repetition: Repetition | None = None  # of a step with further passes, and what these write and sample:
-        self._of_step: tuple[StepBuffer, Asked] | None = None
+        self._repetition: Repetition | None = None  # of a step with further passes
+        self._of_step: tuple[StepBuffer, Asked] | None = None  # where these write, and what they sample
         self._memory = kernel.Memory()
         self._hidden: Tensor | None = None  # of the step's tokens
         self._features: Tensor | None = None  # of the step's rows, until drafts are made
         self._is_asynchronous = scheduler.async_scheduling
         self._is_warm = False
-        self._index_dtype = torch.int32  # of vLLM's numbers of requests
+        self._index_dtype = torch.int32  # of vLLM's slot numbers
         if session is not None:
             self.confidences = torch.zeros(scheduler.max_num_seqs, k, dtype=torch.float32, device=runner.device)
             runner.speculator.attach(self)

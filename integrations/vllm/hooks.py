@@ -94,7 +94,7 @@ def _with_affordable_drafts(vllm_config: Any, config: RolloutSpecConfig) -> Roll
     """The settings of an engine whose device drafts, with as many tokens as pay by the requests that run.
 
     An engine alone gets bounds of K in vLLM's configuration, unless it is given some. Data-parallel engines may wait
-    for each other in every step, so they have one K, and no bounds. `budget` is left on where we choose K.
+    for each other in every step, so they have one K, and no bounds. Returns `budget=True` only where we choose K.
     """
     speculative, is_alone = vllm_config.speculative_config, vllm_config.parallel_config.data_parallel_size == 1
     if not config.drafts_on_device or not vllm_config.use_v2_model_runner:

@@ -3,7 +3,7 @@
 Such a drafter is configured as in vLLM, by `speculative_config`. It keeps its KV cache as ever, but draws its tokens
 with the target's noise, and a step verifies for each request the draft of which more is expected to be accepted.
 
-In every step the model drafts, then the device drafter; kernels grade both of the last drafts by what was said, and
+In every step the model drafts, then the device drafter; kernels compare both last drafts with the sampled tokens, and
 choose. Nothing waits for the device, and scheduling stays asynchronous.
 """
 
@@ -22,7 +22,7 @@ from rollout_spec.verify.api import draw
 
 
 def make_model_speculator(inner: Any) -> Any:
-    """vLLM's speculator `inner` as one of ours: of a class made from its own, as vLLM's runner asks for that."""
+    """`inner`, vLLM's speculator, as a `ModelSpeculator` that is still an instance of its class: vLLM's runner asks."""
     joint: Any = type(f"Coupled{type(inner).__name__}", (ModelSpeculator, type(inner)), {})
     speculator = joint.__new__(joint)
     speculator.__dict__ = inner.__dict__
@@ -55,7 +55,7 @@ class ModelSpeculator:
         self._from_first_rank = broadcasting_from_first_rank(engine._runner.vllm_config, device)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """As vLLM's. The first of the model's passes reads as many tokens as the target's, of which there are K + 1."""
+        """As vLLM's, with K + 1 tokens per request, as the target has, in the first of the model's passes."""
         num_model = self.num_speculative_steps
         self.num_speculative_steps = self.num_speculative_tokens
         try:

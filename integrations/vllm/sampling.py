@@ -45,7 +45,7 @@ class Asked(NamedTuple):
     num_custom_ids: int
     """Tokens that requests name to be scored, at most."""
     scored_here: bool
-    """By the verifier; where other tokens than the sampled one are scored, by vLLM's code."""
+    """Whether the verifier computes them; otherwise vLLM's code does."""
 
 
 class AskedOfSlots:

@@ -69,8 +69,8 @@ class Steps:
         most: Most passes that the workers can run; 1 where steps are only learned from.
         sub_steps: Of the configuration: the number of passes, or None.
         has_clock: False where the ranks of an engine have a scheduler each and no common clock.
-        chooses_k: Whether K is ours: none while drafts are off, otherwise as `Schedule` says. But where drafts are cut
-            and steps have several passes it is the most: what drafts take the host then hardly counts.
+        chooses_k: Whether we choose K. It is the most where drafts are cut and steps have several passes, otherwise
+            as `Schedule` says.
 
     Attributes:
         may_repeat: Whether steps may have several passes now.
@@ -215,10 +215,9 @@ class Steps:
             self._chooser.observe(len(names), k > 0, n, seconds)
 
     def _seconds_of(self, step: Step) -> float | None:
-        """What a step that has ended took; None unless the one before and those scheduled after it are alike.
+        """Seconds of an ended step; None unless its neighbours have as many passes and drafts.
 
-        While it runs, the host prepares the next step and lets drafts be made for the one after that. Right after a
-        pause vLLM still cuts drafts by what paid before the pause.
+        The host works on them meanwhile. Right after a pause vLLM still cuts drafts by what paid before it.
         """
         while self._ahead and self._ahead.popleft() is not step:
             pass
