@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rollout_spec.integrations.trainers.trl import RolloutSpecGenerator
 
 __all__ = ["RolloutSpecConfig", "RolloutSpecGenerator", "__version__", "engine_kwargs"]
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 
 def __getattr__(name: str) -> Any:
