@@ -18,9 +18,9 @@ Rows = list[dict[str, Any]]
 PAGES = ("README.md", "docs/benchmarks.md", "docs/history.md", "docs/model-drafters.md", "docs/target-features.md",
          "docs/gpu.md", "docs/frameworks.md")  # fmt: skip
 LABELS = {
-    "", "requests at once", "Stage", "What", "Ran on", "requests", "requests, real model", "epoch", "set", "Engine",
-    "Engines", "Drafts", "You run", "Its vLLM", "T", "Drafter, 3 tokens",
-    "rollouts", "Model, passes", "Framework", "vLLM", "Runner, drafter",
+    "", "requests at once", "Stage", "Minutes", "What", "Ran on", "requests", "requests, real model", "epoch", "set",
+    "Engine", "Engines", "Drafts", "You run", "Its vLLM", "T", "Drafter, 3 tokens", "rollouts", "Framework", "vLLM",
+    "Runner, drafter",
 }  # fmt: skip
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 
@@ -43,7 +43,7 @@ def fields(rows: Rows, *names: str) -> list[float]:
 
 def modes(rows: Rows) -> Iterator[float]:
     """Each mode's geometric mean by number of requests, without and with history, and its lowest cell."""
-    names = "gpu", "model", "policy"
+    names = "benchmark", "gpu", "model", "policy"
     for mode in {tuple(row[name] for name in names) for row in rows}:
         mine = [row for row in rows if tuple(row[name] for name in names) == mode]
         for cell in {(row["batch"], row["history"]) for row in mine}:
@@ -79,7 +79,7 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
         yield start, rows, fields(rows, *names)
     first = [len(demos), *(sum(fields(demos, name)) for name in ("rollouts_identical", "rollouts_total"))]
     first += [*fields(demos, "generation_speedup"), *fields(engines, "speedup")]
-    first += fields(run, "stock_over_on_per_token", "identical", "rollouts")
+    first += fields(run, "stock_over_on_per_token", "off_over_on", "identical", "rollouts")
     phases = measured_phases()
     simulated = read("modes_simulated", benchmark="modes/phases", gpu="h100")
     yield "| requests at once | ", [*phases, *simulated], on_gpu(phases, simulated)
@@ -91,11 +91,9 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     of_all_epochs = [sum(row["tokens"]) / sum(row["request_steps"]) for row in rows]
     of_each = [t / s for row in rows for t, s in zip(row["tokens"], row["request_steps"], strict=True)]
     yield "| T | Drafter", rows, [*of_all_epochs, *of_each]
-    rows = read("modes_simulated", benchmark="modes/simulated")
+    rows = [row for row in read("modes_simulated") if row["benchmark"].startswith("modes/s")]
     for start in ("| Engine | Drafts ", "| You run | ", "| Framework | "):
         yield start, rows, modes(rows)
-    rows = read("modes_simulated", benchmark="phases/sub_steps", mode="device")
-    yield "| Model, passes ", rows, fields(rows, "times")
 
 
 def missing(table: str, figures: list[float]) -> list[str]:
