@@ -12,7 +12,7 @@ start (`verify/self_check.py`); features are those that a CPU packs. No call wai
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,6 +57,16 @@ def keep_busy(device: torch.device) -> None:
     """What is launched from now on runs much later than the host goes on."""
     if device.type == "cuda":
         torch.cuda._sleep(BUSY_CYCLES)
+
+
+def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of a call, and what it returns there. What waits for the device cannot be captured."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+    return graph, result
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -225,10 +235,7 @@ def check_model_drafts(vocab: int, device: torch.device) -> None:
     logits = torch.randn(size, vocab, device=device, dtype=torch.bfloat16)
     temperature, seeds = torch.ones(size, device=device), torch.arange(size, device=device)
     positions = torch.full((size,), 5, device=device)
-    drawn, graph = draw(logits, temperature, seeds, positions), torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):  # what waits for the device cannot be captured
-        drawn = draw(logits, temperature, seeds, positions)
+    graph, drawn = captured(lambda: draw(logits, temperature, seeds, positions))
     logits.copy_(torch.randn_like(logits))
     graph.replay()
     layout = Layout.without_drafts(temperature, seeds, positions)
