@@ -1,12 +1,11 @@
 """The device drafter's kernels on a GPU: the time of a step's update and look-up, after a correctness gate.
 
-    python -m experiments.costs.bench_device [--batch 1 64 512 8] [--resident 1000000] [-k 8] [--out FILE]
+    python -m experiments.costs.bench_device [--batch 1 64 512 8] [--resident 1000000] [--out FILE]
 
 The text is made up: a problem's rollouts are copies of one text with Zipf-distributed tokens, in which one token in ten
 was drawn again. Each problem has 16 requests in flight, between a quarter of a rollout and a whole
 one; the other resident tokens are earlier rollouts. A step adds three tokens to every request, as a verification would,
 with made-up features: of each token three candidates, and states so similar that nearly all candidates are looked at.
-`--no-features` measures without them.
 
 The gate: texts that repeat are drafted as they go on; a step captured in a CUDA graph drafts the same
 as a launched one and waits for nothing (torch's synchronisation check); most requests have drafts.
@@ -17,7 +16,6 @@ With `--device cpu`, where `tests/ptx` emulates the kernels, only the last is me
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +23,7 @@ import numpy as np
 import torch
 
 from experiments.check_gpu import captured, check_drafts, no_waiting
-from experiments.engines.build import WORDS_ALONE
+from experiments.engines.scripted import marks, milliseconds_between
 from experiments.rows import append, make_parser, origin, quantiles
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
 from rollout_spec.drafters.device.kernels import EngineSlots
@@ -33,7 +31,7 @@ from rollout_spec.features import Features, pack
 
 GROUP = 16
 """Requests of one problem."""
-NEW_TOKENS = 3
+K, NEW_TOKENS = 8, 3
 STEPS = 400
 """Most steps that the texts are long enough for."""
 VOCAB = 50_000
@@ -44,20 +42,15 @@ PROMPT = 64
 class Batch:
     """An engine's side of a drafter: requests of `batch / GROUP` problems in flight, and their history."""
 
-    def __init__(
-        self, device: torch.device, batch: int, resident: int, k: int, *, length: int, seed: int = 0,
-        vocab: int = VOCAB, features: bool = True,
-    ) -> None:  # fmt: skip
-        rng = np.random.default_rng(seed)
-        self.rng, self.vocab = rng, vocab
+    def __init__(self, device: torch.device, batch: int, resident: int, *, length: int) -> None:
+        self.rng = rng = np.random.default_rng(0)
         num_problems = -(-batch // GROUP)
         max_len = PROMPT + length + NEW_TOKENS * STEPS
         lengths = rng.integers(length // 4, length, batch)
         earlier = max(0, resident - int(lengths.sum())) // (num_problems * max_len)
         self.drafter = DeviceDrafter(
-            max_requests=batch, max_model_len=max_len, device=device, max_draft_tokens=k,
+            max_requests=batch, max_model_len=max_len, device=device, max_draft_tokens=K,
             max_resident_tokens=(earlier * num_problems + 1) * max_len, max_problem_tokens=(earlier + 1) * max_len,
-            **({} if features else WORDS_ALONE),
         )  # fmt: skip
         self.texts = self.words(num_problems * max_len).reshape(num_problems, max_len)
         texts = np.stack([self.mutate(self.texts[i // GROUP]) for i in range(batch)])
@@ -87,7 +80,7 @@ class Batch:
 
     def words(self, count: int) -> np.ndarray:
         """Zipf-distributed tokens."""
-        return np.minimum(self.rng.zipf(1.2, count), self.vocab) - 1
+        return np.minimum(self.rng.zipf(1.2, count), VOCAB) - 1
 
     def mutate(self, text: np.ndarray) -> np.ndarray:
         """A copy in which one token in ten after the prompt is drawn again."""
@@ -147,22 +140,14 @@ def check_graph(batch: Batch) -> Callable[[], Any]:
     return graph.replay
 
 
-def time_us(step: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
+def time_us(step: Callable[[], Any], repeats: int) -> list[float]:
     """Microseconds on the device of each call."""
-    if device.type != "cuda":
-        times = []
-        for _ in range(repeats):
-            started = time.perf_counter()
-            step()
-            times.append(1e6 * (time.perf_counter() - started))
-        return times
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for start, end in events:
-        start.record()
+    mark = marks()
+    marked = [mark()]
+    for _ in range(repeats):
         step()
-        end.record()
-    torch.cuda.synchronize()
-    return [1e3 * start.elapsed_time(end) for start, end in events]
+        marked.append(mark())
+    return (1e3 * milliseconds_between(marked)).tolist()
 
 
 def main() -> None:
@@ -170,10 +155,8 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 64, 512, 8], help="time may run out")
     parser.add_argument("--resident", nargs="+", type=int, default=[1_000_000, 100_000])
-    parser.add_argument("-k", type=int, default=8)
     parser.add_argument("--length", type=int, default=1500, help="tokens of a rollout")
     parser.add_argument("--repeats", type=int, default=60, help="up to 100: the texts end")
-    parser.add_argument("--no-features", dest="features", action="store_false", help="from words alone")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -186,16 +169,15 @@ def main() -> None:
     print(f"batch   resident   {columns}   drafted per request")
     for resident in args.resident:
         for size in args.batch:
-            batch = Batch(device, size, resident, args.k, length=args.length, features=args.features)
+            batch = Batch(device, size, resident, length=args.length)
             times = {}
             if on_gpu:
-                times["graph"] = quantiles(time_us(check_graph(batch), device, args.repeats))
-            times["launched"] = quantiles(time_us(batch.step, device, args.repeats))
+                times["graph"] = quantiles(time_us(check_graph(batch), args.repeats))
+            times["launched"] = quantiles(time_us(batch.step, args.repeats))
             rates = batch.step()[1]
             drafted = float((rates > 0).float().sum(1).mean())
             assert float((rates[:, 0] > 0).float().mean()) > 0.5, "most requests have nothing to draft"
-            figures = {"batch": size, "resident": batch.resident, "k": args.k, "drafted": drafted}
-            figures["features"] = args.features
+            figures = {"batch": size, "resident": batch.resident, "k": K, "drafted": drafted, "features": True}
             for name, us in times.items():
                 append(args.out, {"benchmark": "device", **figures, "mode": name, "us": us, **about})
             p50 = [f"{us[1]:9.1f}" for us in times.values()]

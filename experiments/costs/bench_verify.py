@@ -16,7 +16,6 @@ what the target samples. One cell has flat logits, the worst case for a scan tha
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +33,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from experiments.check_gpu import captured
 from experiments.engines.build import repair_vllm_on_cpu
+from experiments.engines.scripted import marks, milliseconds_between
 from experiments.rows import append, make_parser, origin, quantiles
 from rollout_spec.integrations.vllm import plugin
 from rollout_spec.integrations.vllm.sampling import keep_broken, truncate
@@ -175,31 +175,25 @@ class Case:
             break  # what follows a different token may differ
 
 
-def clock(run: Callable[[], Any], device: torch.device) -> float:
+def clock(run: Callable[[], Any]) -> float:
     """Microseconds of one call."""
-    if device.type != "cuda":
-        started = time.perf_counter()
-        run()
-        return (time.perf_counter() - started) * 1e6
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
+    mark = marks()
+    begun = mark()
     run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3
+    return float(1e3 * milliseconds_between([begun, mark()])[0])
 
 
-def replayed(run: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
+def replayed(run: Callable[[], Any], repeats: int) -> list[float]:
     """Times of a CUDA graph of one call."""
     graph, _ = captured(run)
-    return [clock(graph.replay, device) for _ in range(repeats + 3)][3:]
+    return [clock(graph.replay) for _ in range(repeats + 3)][3:]
 
 
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes read and written per second by a device-to-device copy of 2 GiB."""
     source = torch.empty(2**31, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    times = [clock(lambda: target.copy_(source), device) for _ in range(12)][2:]
+    times = [clock(lambda: target.copy_(source)) for _ in range(12)][2:]
     return 2 * 2**31 / float(np.median(times)) * 1e6
 
 
@@ -211,12 +205,12 @@ def measure(case: Case, repeats: int) -> dict[str, list[float]]:
     for repeat in range(repeats + 3):
         for name, run in runs.items():
             case.scratch.copy_(case.logits)
-            microseconds = clock(run, case.device)
+            microseconds = clock(run)
             if repeat >= 3:
                 times[name].append(microseconds)
     if case.device.type == "cuda":
-        times["ours_graph"] = replayed(case.ours_v1, case.device, repeats)
-        times["features_graph"] = replayed(case.with_features, case.device, repeats)
+        times["ours_graph"] = replayed(case.ours_v1, repeats)
+        times["features_graph"] = replayed(case.with_features, repeats)
     return {name: quantiles(values) for name, values in times.items()}
 
 
