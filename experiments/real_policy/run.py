@@ -43,48 +43,42 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("real_policy"))
     parser.add_argument("--steps", type=int, default=grpo.STEPS, help="GRPO steps")
-    parser.add_argument("--num-layers", type=int, help="keep only the model's first layers, for a trial of the code")
     args = parser.parse_args(argv)
     for name, value in (ENVIRONMENT | {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}).items():
         os.environ.setdefault(name, value)
     results = args.out / "results"
     results.mkdir(parents=True, exist_ok=True)
     last = args.out / "grpo" / f"checkpoint-{args.steps}"
-    _stage("model", args.out / "model", _make_model, args.out / "model", args.num_layers)
-    _stage("warm-up", args.out / "warm", _warm_up, args.out / "model", args.out / "warm")
-    _stage("GRPO", last / "trainer_state.json", grpo.train, args.out / "warm", args.out / "grpo", args.steps,
-           has_engine=True)  # fmt: skip
-    _stage("rollouts", results / "rollouts.parquet", _collect, args.out / "grpo", results / "rollouts.parquet")
-    _stage("rows", results / "rows.jsonl", _write_rows, args.out / "grpo", results / "rows.jsonl")
+    _stage("model", args.out / "model", make_model)
+    _stage("warm-up", args.out / "warm", warm_up.warm_up, args.out / "model")
+    if not _is_done("GRPO", last / "trainer_state.json"):
+        _train(args.out / "warm", args.out / "grpo", args.steps)
+    _stage("rollouts", results / "rollouts.parquet", _collect, args.out / "grpo")
+    _stage("rows", results / "rows.jsonl", _write_rows, args.out / "grpo")
     print(f"Results: {results}")
 
 
-def _stage(name: str, output: Path, run: Callable[..., None], *args: Any, has_engine: bool = False) -> None:
-    """Run a stage unless its output is there; one with engines in a process of its own, which frees their memory."""
-    if output.exists():
-        print(f"{name}: done already", flush=True)
-        return
-    print(f"{name} ...", flush=True)
-    if not has_engine:
-        run(*args)
-        return
-    process = multiprocessing.get_context("spawn").Process(target=run, args=args)
+def _is_done(name: str, output: Path) -> bool:
+    """Whether a stage's output is there. Says so, or that it begins."""
+    print(f"{name}: done already" if output.exists() else f"{name} ...", flush=True)
+    return output.exists()
+
+
+def _stage(name: str, output: Path, make: Callable[..., None], *args: Any) -> None:
+    """Make an output, a file or a folder, unless it is there; it is complete or absent."""
+    if not _is_done(name, output):
+        unfinished = output.with_suffix(".tmp")
+        make(*args, unfinished)
+        unfinished.rename(output)
+
+
+def _train(*args: Any) -> None:
+    """In a process of its own, which frees its engines' memory."""
+    process = multiprocessing.get_context("spawn").Process(target=grpo.train, args=args)
     process.start()
     process.join()
     if process.exitcode:
-        sys.exit(f"{name} failed; the same command continues from here")
-
-
-def _make_model(out_dir: Path, num_layers: int | None) -> None:
-    unfinished = out_dir.with_suffix(".tmp")
-    make_model(unfinished, num_layers)
-    unfinished.rename(out_dir)
-
-
-def _warm_up(model_dir: Path, out_dir: Path) -> None:
-    unfinished = out_dir.with_suffix(".tmp")
-    warm_up.warm_up(model_dir, unfinished)
-    unfinished.rename(out_dir)
+        sys.exit("GRPO failed; the same command continues from here")
 
 
 def _collect(grpo_dir: Path, output: Path) -> None:
@@ -94,14 +88,12 @@ def _collect(grpo_dir: Path, output: Path) -> None:
 
 def _write_rows(grpo_dir: Path, output: Path) -> None:
     steps, size = grpo.read_steps(grpo_dir), grpo.STEPS_PER_EPOCH
-    unfinished = output.with_suffix(".tmp")
-    unfinished.unlink(missing_ok=True)
+    output.unlink(missing_ok=True)  # of a run that was interrupted
     about = origin(packages=PACKAGES)
-    append(unfinished, {"benchmark": "real_policy/run", **summarise(steps), **about})
+    append(output, {"benchmark": "real_policy/run", **summarise(steps), **about})
     for epoch in range(-(-len(steps) // size)):
         figures = summarise(steps[epoch * size : (epoch + 1) * size])
-        append(unfinished, {"benchmark": "real_policy/epoch", "epoch": epoch, **figures, **about})
-    unfinished.rename(output)
+        append(output, {"benchmark": "real_policy/epoch", "epoch": epoch, **figures, **about})
 
 
 def summarise(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
