@@ -62,7 +62,6 @@ def main() -> None:
     """Simulate every cell and print a table."""
     parser = make_parser(__doc__)
     parser.add_argument("traces", type=Path, nargs="+", help="folders in which the sets are")
-    parser.add_argument("--sets", nargs="+", default=list(SETS))
     parser.add_argument("--batch", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES[:-1]))
     parser.add_argument("--further-ms", type=float)
@@ -70,7 +69,7 @@ def main() -> None:
     further_pass = None if args.further_ms is None else args.further_ms / 1e3
     name, asked = "modes/sub_steps" if further_pass else "modes/simulated", (args.policies, further_pass)
     about, rows = origin("simulated GPUs, estimates"), []
-    paths = [next(f / f"{name}.parquet" for f in args.traces if (f / f"{name}.parquet").exists()) for name in args.sets]
+    paths = [next(f / f"{name}.parquet" for f in args.traces if (f / f"{name}.parquet").exists()) for name in SETS]
     with Pool() as pool:
         places = itertools.product(paths, args.batch, (False, True), [asked])
         for row in itertools.chain.from_iterable(pool.imap(cell, list(places), chunksize=1)):

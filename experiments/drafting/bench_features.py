@@ -25,14 +25,13 @@ from typing import Any
 import numpy as np
 
 from experiments.drafting.regimes import Regime, replay
-from experiments.engines.build import WORDS_ALONE
 from experiments.rows import append, make_parser, origin
 from experiments.traces import read_traces
 from rollout_spec.drafters import build_drafter
 from rollout_spec.estimate.phases import RecordedRollout, by_problem
 
 K, TESTS = 8, 8
-VARIANTS: dict[str, dict[str, Any]] = {"words": WORDS_ALONE, "features": {}}
+VARIANTS: dict[str, dict[str, Any]] = {"words": {"features": False}, "features": {}}
 
 Problem = list[RecordedRollout]
 """The rollouts of a problem: history is version 0, what is drafted for version 1."""

@@ -1,6 +1,6 @@
 """Which rollouts of a batch end first, with drafts and without. **Simulated**, by estimated step times of an H100.
 
-    python -m experiments.drafting.finish_order TRACES_DIR [--batch 64 256] [--out FILE]
+    python -m experiments.drafting.finish_order TRACES_DIR [--out FILE]
 
 Trainers that take the rollouts that have ended, and go on with the others later, get others with drafts: those that
 repeat earlier ones end sooner. All requests start together, 16 per prompt, and the drafter knows 16 earlier rollouts of
@@ -23,18 +23,17 @@ from rollout_spec.estimate.phases import Engine, add_rollout, by_problem, simula
 
 SETS = "rg_llama_math", "tot_text_gpt4", "r1v_grpo_log"
 SAMPLES, K, MODEL, GPU = 16, 8, "7b", "h100"
-SHARES = 0.25, 0.5, 0.75
+BATCHES, SHARES = (64, 256), (0.25, 0.5, 0.75)
 
 
 def main() -> None:
     """Simulate each set and batch size, and print a line for each."""
     parser = make_parser(__doc__)
     parser.add_argument("traces", type=Path)
-    parser.add_argument("--batch", nargs="+", type=int, default=[64, 256])
     args = parser.parse_args()
     for name in SETS:
         parts = [split(problem, "epoch") for problem in by_problem(read_traces(args.traces / f"{name}.parquet"))[:256]]
-        for batch in args.batch:
+        for batch in BATCHES:
             rollouts = [rollout for _, live in parts for rollout in live[:SAMPLES]][:batch]
             problems = {rollout.problem_id for rollout in rollouts}
             drafter = build_drafter("history", max_draft_tokens=K, min_survival=0.0)

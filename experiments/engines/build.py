@@ -19,8 +19,6 @@ from typing import Any
 from experiments.drafting.peers import find_arctic
 
 OURS = ("off", "all", "budget", "device")
-WORDS_ALONE = {"features": False}
-"""`drafter_options` without what the target saw."""
 ROOT = Path(__file__).parents[2]
 
 
