@@ -15,7 +15,6 @@ pytest.importorskip("triton")  # for the drafter on the device
 from rollout_spec import RolloutSpecConfig, engine_kwargs
 from rollout_spec.drafters import build_drafter, check_options
 from rollout_spec.drafters.host.drafter import HistoryDrafter
-from rollout_spec.integrations.trainers.controller import EngineController
 from rollout_spec.integrations.vllm.commands import run_command
 from rollout_spec.integrations.vllm.config import read_environment
 from rollout_spec.integrations.vllm.requests import request_options
@@ -31,8 +30,11 @@ class Unprintable:
         raise RuntimeError("no repr")
 
 
-def controller(**options):
-    return EngineController(RolloutSpecConfig(), **options)
+def controller(*config, **options):
+    pytest.importorskip("vllm")
+    from rollout_spec.integrations.trainers.controller import EngineController
+
+    return EngineController(*(config or [RolloutSpecConfig()]), **options)
 
 
 def a_drafter():
@@ -53,7 +55,8 @@ def variable(text):
 
 
 def generator(**options):
-    pytest.importorskip("trl")
+    for package in ("trl", "vllm"):
+        pytest.importorskip(package)
     from rollout_spec import RolloutSpecGenerator
 
     return RolloutSpecGenerator(**options)
@@ -79,10 +82,10 @@ CALLS = [
     (lambda: build_drafter("no_such.Drafter"), "drafter 'no_such.Drafter' cannot be imported: No module named"),
     (lambda: build_drafter("rollout_spec.stats.REPORT_FORMAT"), "is not a callable object"),
     # What a trainer says.
-    (lambda: EngineController(None), "config must be a RolloutSpecConfig, got None"),
+    (lambda: controller(None), "config must be a RolloutSpecConfig, got None"),
     (lambda: controller(llm_kwargs=[("dtype", "float32")]), "llm_kwargs must be a dict of keyword arguments, got"),
     (lambda: controller(compare_every=2), "compare_every must be at least 3, got 2"),
-    (lambda: EngineController(NO_DRAFTS, compare_every=4), "compare_every compares with drafts, and speculation is Fa"),
+    (lambda: controller(NO_DRAFTS, compare_every=4), "compare_every compares with drafts, and speculation is Fa"),
     (lambda: generator(logprob_tolerance=NAN), "logprob_tolerance must be at least 0, got nan"),
     # Requests, commands and the environment variable of an engine.
     (lambda: command("stat"), "got 'stat'; did you mean 'stats'?"),

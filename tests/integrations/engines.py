@@ -9,6 +9,9 @@ import os
 import numpy as np
 import pytest
 import torch
+
+pytest.importorskip("vllm")
+
 import vllm
 from vllm import LLM, SamplingParams
 

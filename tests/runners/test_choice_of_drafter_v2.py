@@ -6,9 +6,6 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm import envs

@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 
 from rollout_spec import engine_kwargs

@@ -6,8 +6,6 @@ import random
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from rollout_spec import engine_kwargs
 from tests.conftest import VOCAB_SIZE
 from tests.integrations.engines import IS_V2, build, count_preemptions, every_draft, session_of, stats_of, verify_all

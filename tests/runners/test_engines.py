@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from vllm import SamplingParams
 
 from rollout_spec import engine_kwargs

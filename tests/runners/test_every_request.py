@@ -7,9 +7,6 @@ import sys
 from collections import Counter
 
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 from vllm import SamplingParams
 

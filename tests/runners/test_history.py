@@ -5,9 +5,6 @@ from __future__ import annotations
 from unittest.mock import patch
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from vllm import SamplingParams
 
 from rollout_spec.history.problems import problem_of_prompt

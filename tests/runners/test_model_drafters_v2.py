@@ -8,8 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
 from rollout_spec import engine_kwargs
 from tests.integrations.draft_models import METHODS, model_drafters
 from tests.integrations.engines import (

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from rollout_spec import engine_kwargs
 from rollout_spec.integrations.vllm import compat
 from tests.integrations.engines import IS_V2, OF_RUNNER, PLAIN, build, generate, mixed_params, stats_of, verify_all

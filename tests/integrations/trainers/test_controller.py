@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-pytest.importorskip("torch")
+pytest.importorskip("vllm")
 
 from rollout_spec import RolloutSpecConfig, engine_kwargs
 from rollout_spec.integrations.trainers.controller import EngineController

@@ -6,7 +6,6 @@ import string
 
 import pytest
 
-pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
 import torch

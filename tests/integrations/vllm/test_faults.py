@@ -6,8 +6,6 @@ import logging
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from tests.integrations.engines import assert_same, build, generate, mixed_params, prompts_of, stats_of, verify_all
 
 pytestmark = pytest.mark.engine

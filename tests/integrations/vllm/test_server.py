@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from rollout_spec import engine_kwargs
 from tests.conftest import wait_until
 from tests.integrations.engines import RESIDENT, build, every_draft, generate, mixed_params, own_processes

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from rollout_spec import engine_kwargs
 from rollout_spec.history.folder import HistoryFolder, Origin
 from tests.conftest import wait_until
