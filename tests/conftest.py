@@ -18,6 +18,10 @@ from tests.emulation import run_kernels
 
 run_kernels()
 
+ROOT = Path(__file__).parents[1]
+GPU_STAND_IN = os.pathsep.join((str(ROOT / "tests" / "gpu_stand_in"), str(ROOT)))
+"""PYTHONPATH of processes in which a GPU is emulated."""
+
 for name, value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -8,7 +8,6 @@ import json
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,9 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.demo.__main__ import main
 from examples.demo.policy import build_tokenizer, warm_start
-from tests.conftest import environment_for_a_process
-
-ROOT = Path(__file__).parents[2]
+from tests.conftest import ROOT, environment_for_a_process
 
 
 def test_a_piped_warm_start_says_how_far_it_is_and_writes_the_same_policy_again(tmp_path, monkeypatch):

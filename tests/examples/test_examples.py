@@ -6,18 +6,15 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
-from tests.conftest import environment_for_a_process, free_port
+from tests.conftest import ROOT, environment_for_a_process, free_port
 
 pytestmark = pytest.mark.engine
-
-ROOT = Path(__file__).parents[2]
 
 
 def run(name, *arguments):

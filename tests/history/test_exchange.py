@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections import deque
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ pytest.importorskip("pyarrow")
 from rollout_spec.history import exchange as module
 from rollout_spec.history.exchange import FolderThread
 from rollout_spec.history.folder import HistoryFolder
-from tests.conftest import wait_until
+from tests.conftest import ROOT, wait_until
 from tests.history.made_up import ORIGIN, numbers, rollout
 
 PATIENCE = 60.0
@@ -238,5 +237,5 @@ if os.fork() == 0:
 os.wait()
 {ending}
 """
-    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], timeout=PATIENCE)
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=PATIENCE)
     assert held(tmp_path) == ([] if "kill" in ending else [1])

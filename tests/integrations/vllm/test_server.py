@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from rollout_spec import engine_kwargs
-from tests.conftest import wait_until
+from tests.conftest import GPU_STAND_IN, wait_until
 from tests.integrations.engines import RESIDENT, build, every_draft, generate, mixed_params, own_processes
 from tests.integrations.server import PROMPT, Server
 from tests.integrations.vllm.test_compat import stopping_params
@@ -129,13 +127,11 @@ def test_two_engines_draft_and_only_seeds_make_copies(tiny_model, tmp_path):
 
 def test_two_engines_in_v2_draft_equally_many_tokens(tiny_model, tmp_path):
     """In every step, as engines of a mixture of experts wait for each other; kernels are emulated."""
-    root = Path(__file__).parents[3]
-    path = os.pathsep.join((str(root / "tests" / "gpu_stand_in"), str(root)))
     server = Server(
         tiny_model,
         tmp_path / "log",
         arguments={"data-parallel-size": 2, "max-num-seqs": 64},
-        environment={"VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": path},
+        environment={"VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": GPU_STAND_IN},
         **RESIDENT,
     )
     try:

@@ -6,7 +6,6 @@ import gc
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numba
 import pytest
@@ -15,9 +14,7 @@ from numba.core.registry import CPUDispatcher
 
 from rollout_spec import RolloutSpecConfig
 from rollout_spec.integrations.vllm.warm_up import warm_up
-from tests.conftest import environment_for_a_process
-
-ROOT = Path(__file__).parents[3]
+from tests.conftest import ROOT, environment_for_a_process
 
 CONFIGS = {
     "history": {"drafter": "history"},
