@@ -28,17 +28,19 @@ def run(seconds_of, right, num_requests=16, steps=1000, k=K):
     Args:
         seconds_of: By tokens and draft tokens.
         right: Probability that a drafted token is right, once it is reached, by step.
+        num_requests: Of every step, or by step.
         k: Most draft tokens of a request.
     """
     rng, of_engine, chosen, total, emitted = np.random.default_rng(0), Schedule(K), [], 0.0, 0
     for step in range(steps):
-        chosen.append(of_engine.choose(num_requests, k))
-        accepted = np.cumprod(rng.random((num_requests, chosen[-1])) < right(step), 1).sum(1)
-        seconds = seconds_of(num_requests * (chosen[-1] + 1), num_requests * chosen[-1])
-        of_engine.observe(np.full(num_requests, chosen[-1]), accepted, seconds)
+        size = num_requests(step) if callable(num_requests) else num_requests
+        chosen.append(of_engine.choose(size, k))
+        accepted = np.cumprod(rng.random((size, chosen[-1])) < right(step), 1).sum(1)
+        seconds = seconds_of(size * (chosen[-1] + 1), size * chosen[-1])
+        of_engine.observe(np.full(size, chosen[-1]), accepted, seconds)
         total += seconds
-        emitted += num_requests + accepted.sum()
-    return np.array(chosen), (total / emitted, seconds_of(num_requests, 0) / num_requests)
+        emitted += size + accepted.sum()
+    return np.array(chosen), (total / emitted, seconds_of(size, 0) / size)
 
 
 @pytest.mark.parametrize(("num_requests", "k"), [(1, 7), (16, 7), (40, 3), (90, 1)])
@@ -75,26 +77,17 @@ def test_drafts_that_become_right_are_noticed():
 
 def test_what_a_request_costs_is_not_blamed_on_drafts():
     """Reading a request's KV cache takes as long with drafts as without, and longer than verifying them."""
-    rng, of_engine, chosen = np.random.default_rng(0), Schedule(K), []
-    for step in range(2000):
-        num_requests = int(rng.integers(1, 97)) if step < 1000 else 40
-        k = of_engine.choose(num_requests, 3)
-        accepted = np.cumprod(rng.random((num_requests, k)) < 0.5, 1).sum(1)
-        of_engine.observe(np.full(num_requests, k), accepted, 0.005 + 3e-4 * num_requests)
-        chosen.append(k)
-    assert np.mean(np.array(chosen[1000:]) == 3) > 0.95
+    sizes = np.append(np.random.default_rng(0).integers(1, 97, 1000), np.full(1000, 40))
+    of_requests = lambda tokens, drafts: 0.005 + 3e-4 * (tokens - drafts)  # noqa: E731
+    chosen, _ = run(of_requests, lambda step: 0.5, lambda step: sizes[step], steps=2000, k=3)
+    assert np.mean(chosen[1000:] == 3) > 0.95
 
 
 def test_few_requests_keep_their_drafts_where_those_of_many_do_not_pay():
-    rng, of_engine, chosen = np.random.default_rng(0), Schedule(K), []
-    for step in range(6000):
-        num_requests, right = (256, 0.1) if step % 2 else (8, 0.7)
-        k = of_engine.choose(num_requests, K)
-        accepted = np.cumprod(rng.random((num_requests, k)) < right, 1).sum(1)
-        of_engine.observe(np.full(num_requests, k), accepted, 0.010 + 0.003 * (k > 0))
-        chosen.append(k)
-    assert np.mean(np.array(chosen[1000::2]) == K) > 0.95
-    assert np.mean(np.array(chosen[1001::2]) == 0) > 0.9
+    as_such = lambda tokens, drafts: 0.010 + 0.003 * (drafts > 0)  # noqa: E731
+    chosen, _ = run(as_such, lambda step: (0.7, 0.1)[step % 2], lambda step: (8, 256)[step % 2], steps=6000)
+    assert np.mean(chosen[1000::2] == K) > 0.95
+    assert np.mean(chosen[1001::2] == 0) > 0.9
 
 
 def test_steps_of_unlike_requests_say_nothing_of_times():

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
+import re
+import subprocess
+import sys
 
 import pytest
 
 from rollout_spec.drafters import DRAFTERS, build_drafter, find_drafter, runs_on_device
 from rollout_spec.drafters.host.drafter import HistoryDrafter
-
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the device drafter needs Triton")
+from tests.conftest import ROOT
 
 
 def test_names_stand_for_options_which_callers_override():
@@ -31,8 +32,16 @@ def test_a_drafter_of_ones_own_that_is_not_on_the_path(tmp_path, monkeypatch):
         assert "PYTHONPATH" not in str(raised.value)
 
 
-@needs_triton
+def test_the_example_of_ones_own_takes_fewer_steps_than_tokens():
+    command = [sys.executable, ROOT / "examples" / "custom_drafter.py"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    tokens_per_step = re.fullmatch(r"(\d\.\d\d) tokens per step\n", output)
+    assert tokens_per_step
+    assert float(tokens_per_step[1]) > 1.5
+
+
 def test_the_device_drafter_has_a_name_too():
+    pytest.importorskip("triton")
     from rollout_spec.drafters.device.drafter import DeviceDrafter
 
     assert find_drafter("device") is DeviceDrafter

@@ -56,18 +56,13 @@ def write_mtp_target(target: Path, path: Path) -> Path:
     config = _read_config(target)
     config |= {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
     (path / "config.json").write_text(json.dumps(config))
-    weights = load_file(target / WEIGHTS)
-    size = config["hidden_size"]
+    weights, size = load_file(target / WEIGHTS), config["hidden_size"]
     for name, weight in list(weights.items()):
-        for of_layer, of_mtp in (("model.layers.1.", "model.mtp_layers.0."), ("model.layers.", None)):
-            if of_mtp is not None and name.startswith(of_layer):
-                weights[name.replace(of_layer, of_mtp)] = weight.clone()
-        for part in ("q_proj", "k_proj", "v_proj"):  # Qwen's attention has biases
-            if name.endswith(f"{part}.weight"):
-                weights[name.replace("weight", "bias")] = torch.zeros(weight.shape[0])
-    for part in ("q_proj", "k_proj", "v_proj"):
-        bias = weights[f"model.layers.1.self_attn.{part}.bias"]
-        weights[f"model.mtp_layers.0.self_attn.{part}.bias"] = bias.clone()
+        if name.startswith("model.layers.1."):
+            weights[name.replace("model.layers.1.", "model.mtp_layers.0.")] = weight.clone()
+    for name, weight in list(weights.items()):
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):  # Qwen's attention has biases
+            weights[name.replace("weight", "bias")] = torch.zeros(weight.shape[0])
     weights["model.mtp_layers.0.input_proj.weight"] = _mean_of_two(size)
     for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
         weights[f"model.mtp_layers.0.{norm}.weight"] = torch.ones(size)

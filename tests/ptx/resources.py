@@ -115,13 +115,8 @@ def measure(variant: tuple[ASTSource, dict], capability: int) -> dict[str, int]:
         file.flush()
         # As Triton calls it.
         fusion = [] if compiled.metadata.enable_fp_fusion else ["--fmad=false"]
-        flags = [
-            "-lineinfo",
-            *fusion,
-            "-v",
-            "--regAllocOptLevel=2",
-            f"--gpu-name={sm_arch_from_capability(capability)}",
-        ]
+        gpu = sm_arch_from_capability(capability)
+        flags = ["-lineinfo", *fusion, "-v", "--regAllocOptLevel=2", f"--gpu-name={gpu}"]
         command = [get_ptxas(capability).path, *flags, file.name, "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers, shared = int(re.search(r"Used (\d+) registers", said)[1]), compiled.metadata.shared

@@ -360,9 +360,6 @@ class ReferenceDrafter:
         """Of live requests and of rollouts that have ended."""
         return [*self._live.values(), *(text for texts in self._finished.values() for text in texts)]
 
-    def memory_bytes(self) -> int:
-        return 4 * sum(len(text.tokens) for text in self.texts())
-
     def check_integrity(self) -> None:
         """Does nothing: there are no invariants."""
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from rollout_spec.drafters.host import constants, store, voting
 from rollout_spec.drafters.host import drafter as history
 from rollout_spec.drafters.host.constants import MAX_DEPTH
-from rollout_spec.drafters.host.store import NEXT, PAGE_TOKENS
+from rollout_spec.drafters.host.store import NEXT, PAGE_TOKENS, ROLLOUT, TextStore, append_token
 from rollout_spec.features import no_features
 from rollout_spec.history.store import Rollout
 from tests.drafters.recorder import Recorder, examples, random_features
@@ -237,6 +237,28 @@ def test_history_makes_room_for_what_is_live_however_large_its_bound(monkeypatch
         recorder.stop(str(i))
     recorder.check()
     assert 100 < recorder.drafter._store.num_used_pages <= 200
+
+
+def test_the_store_grows_in_proportion():
+    texts, replaced, documents = TextStore(), 0, []
+    for number in range(2000):
+        before = texts.num_pages
+        texts.reserve(1)
+        replaced += texts.num_pages > before
+        documents.append(texts.new_document(0, ROLLOUT))
+        append_token(texts.arrays, documents[-1], number)
+    assert [texts.text(document).tolist() for document in documents] == [[number] for number in range(2000)]
+    assert replaced < 60
+    assert texts.num_pages <= 2000 * 9 // 8 + 64
+
+
+def test_every_page_that_positions_can_tell_apart_is_used_and_no_more(monkeypatch):
+    texts = TextStore()
+    monkeypatch.setattr(store, "MAX_PAGES", texts.num_pages + 1)  # less than growth by an eighth asks for
+    with pytest.raises(MemoryError, match="need more than"):
+        texts.reserve(store.MAX_PAGES + 1)
+    texts.reserve(store.MAX_PAGES)
+    assert texts.num_pages == store.MAX_PAGES
 
 
 # -- any order of calls ----------------------------------------------------------------------------------------------

@@ -61,10 +61,10 @@ def test_the_likeliest_drafts_stay(kind):
             assert cut.place[: rows.sum()].tolist() == [j for n in rows for j in range(n)]
 
 
-def managers(k=K, *, is_drafting=lambda: True):
+def managers(*, is_drafting=lambda: True):
     """vLLM's and ours, over the same requests, with rising costs."""
     states = SimpleNamespace(
-        num_speculative_steps=k, device=torch.device("cpu"), max_num_reqs=SLOTS, max_num_batched_tokens=200,
+        num_speculative_steps=K, device=torch.device("cpu"), max_num_reqs=SLOTS, max_num_batched_tokens=200,
         req_id_to_index={str(i): SLOTS - 1 - i for i in range(SLOTS)}, num_computed_tokens_np=np.full(SLOTS, 9),
         prefill_len=SimpleNamespace(np=np.full(SLOTS, 4)),
     )  # fmt: skip
