@@ -121,26 +121,6 @@ class SameToken(Adversary):
         return [Draft(np.full(n, 5, np.int32), np.ones(n, np.float32)) for n in lengths]
 
 
-class KeepAll:
-    """A user's own logits processor, in vLLM's interface, that changes nothing."""
-
-    @classmethod
-    def validate_params(cls, sampling_params):
-        pass
-
-    def __init__(self, vllm_config, device, is_pin_memory):
-        pass
-
-    def is_argmax_invariant(self):
-        return True
-
-    def update_state(self, batch_update):
-        pass
-
-    def apply(self, logits):
-        return logits
-
-
 def _rank():
     import torch
 

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
+
+import pytest
 
 from tests.emulation import launch_few_programs, let_grammars_work, schedule_as_on_gpus, show_vllm_a_backend
 
@@ -25,3 +28,11 @@ if IS_V2:
     if compat.is_v2_old():  # drafts are not cut, no model drafts beside history, and there are no own processors
         lacking = ("adaptive", "model_drafters", "drafter_weights", "own_processors")
         collect_ignore_glob = [f"test_{name}_v2.py" for name in lacking]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Every test of this folder starts engines, or what is as heavy."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker("engine")

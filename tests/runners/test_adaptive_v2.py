@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +16,7 @@ from rollout_spec.drafters.device import kernels
 from rollout_spec.integrations.vllm import adaptive, cutting
 from rollout_spec.schedule import affordable_ranges
 from rollout_spec.verify import kernel
+from tests.conftest import GPU_STAND_IN
 from tests.integrations.engines import (
     DEVICE,
     FEW_BLOCKS,
@@ -33,8 +32,6 @@ from tests.integrations.engines import (
 from tests.integrations.vllm.test_tensor_parallel import two_ranks
 from tests.launches import ours, recorded_variants
 from tests.runners.adaptive import as_on_a_gpu, rising, schedule_of, set_costs
-
-pytestmark = pytest.mark.engine
 
 K = 7
 COSTS = {
@@ -310,8 +307,7 @@ def test_vllm_measures_drafting_and_nothing_is_compiled_after_that(tiny_model, m
 @pytest.mark.exhaustive
 def test_two_ranks_cut_alike_and_their_scheduler_hears_of_it(tiny_model, off, reference_model, monkeypatch):
     """The scheduler is in another process than the workers."""
-    root = Path(__file__).parents[2]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(root / "tests" / "gpu_stand_in"), str(root))))
+    monkeypatch.setenv("PYTHONPATH", GPU_STAND_IN)
     extension = {"worker_extension_cls": "tests.runners.adaptive_worker.Extension"}
     with as_on_a_gpu(), two_ranks(tiny_model, **options(), **extension) as llm:
         llm.collective_rpc("let_costs_rise")

@@ -10,9 +10,7 @@ import sys
 import pytest
 import vllm
 
-from tests.integrations.vllm.test_h100 import ROOT
-
-pytestmark = pytest.mark.engine
+from tests.conftest import ROOT
 
 CALLS = {
     "stock": {"ops": 11, "views": 59, "triton": 9, "uploads": 2, "copies": 5, "events": 5},

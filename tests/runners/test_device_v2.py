@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pytest
 import torch
 
 from rollout_spec import engine_kwargs
@@ -28,8 +27,6 @@ from tests.integrations.engines import (
     stats_of,
 )
 from tests.runners.adaptive import schedule_of
-
-pytestmark = pytest.mark.engine
 
 K = 3
 

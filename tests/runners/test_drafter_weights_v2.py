@@ -13,8 +13,6 @@ from tests.conftest import VOCAB_SIZE
 from tests.integrations.draft_models import METHODS, model_drafters
 from tests.integrations.engines import RESIDENT, assert_same, build, generate, mixed_params, prompts_of, runner_of
 
-pytestmark = pytest.mark.engine
-
 SHARED = {"lm_head.weight", "model.embed_tokens.weight"}
 
 

@@ -12,8 +12,6 @@ from tests.integrations.engines import IS_V2, build, count_preemptions, every_dr
 from tests.runners import engine_life
 from tests.runners.engine_life import EngineLife, Rollout, Watch, changer_of_weights, check_what_is_live
 
-pytestmark = pytest.mark.engine
-
 SMALL = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "block_size": 32, "num_gpu_blocks_override": 12}
 """Prompts come in chunks, requests wait for a place, and the cache is full now and then."""
 HISTORY = every_draft(5, max_history_tokens=2000)

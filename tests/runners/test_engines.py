@@ -18,8 +18,6 @@ from tests.integrations.engines import (
     stats_of,
 )
 
-pytestmark = pytest.mark.engine
-
 OF_ALL = {"trust_remote_code": True, "max_num_batched_tokens": 256}
 FRAMEWORKS = {
     "verl": {

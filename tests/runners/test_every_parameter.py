@@ -29,8 +29,6 @@ from tests.integrations.engines import (
 )
 from tests.runners import adaptive
 
-pytestmark = pytest.mark.engine
-
 PROMPT = [1, 4, 9, 5, 4, 9]
 REPETITION = RepetitionDetectionParams(max_pattern_size=3, min_count=2)
 

@@ -36,8 +36,6 @@ from tests.integrations.engines import (
     verify_all,
 )
 
-pytestmark = pytest.mark.engine
-
 K = 4
 ADVERSARY = verify_all(num_speculative_tokens=K, drafter="tests.adversaries.Adversary")
 ON_DEVICE = verify_all(num_speculative_tokens=K, **DEVICE)

@@ -28,8 +28,6 @@ from tests.integrations.engines import (
     verify_all,
 )
 
-pytestmark = pytest.mark.engine
-
 K = 3
 PROMPT = list(range(4, 24))
 

@@ -13,7 +13,6 @@ from tests.ptx.streams import late_streams
 from tests.runners.adaptive import always_draft, as_on_a_gpu, rising, set_costs
 
 pytestmark = [
-    pytest.mark.engine,
     pytest.mark.exhaustive,
     pytest.mark.skipif(not V2_OF_0_31, reason="vLLM uploads otherwise, which streams.py does not know"),
 ]

@@ -22,8 +22,6 @@ from tests.integrations.engines import (
     stats_of,
 )
 
-pytestmark = pytest.mark.engine
-
 MODEL_TOKENS = 2
 
 

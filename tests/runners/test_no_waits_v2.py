@@ -6,14 +6,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
 from tests.integrations.engines import DEVICE, FEW_BLOCKS, build, two_busy_rounds, verify_all
 from tests.ptx.streams import is_ours
-
-pytestmark = pytest.mark.engine
 
 WAITS = {
     "item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__", "nonzero",

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from vllm import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
 from tests.integrations.engines import DEVICE, build, generate, stats_of, verify_all
-
-pytestmark = pytest.mark.engine
 
 
 class NoOddTokens(LogitsProcessor):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 
 import pytest
 import torch
@@ -15,11 +14,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.config import PASSES
 from tests.integrations.engines import DEVICE, verify_all
-
-pytestmark = pytest.mark.engine
 
 LENGTH, BLOCK, WINDOW = 60, 16, 32
 SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
@@ -67,7 +63,7 @@ class Worker:
         return ModelRunnerOutput(req_ids, indices, sampled_token_ids=sampled, prompt_logprobs_dict={}, pooler_output=[])
 
 
-def live(scheduler, update, seed, *, resets):
+def live(scheduler, seed, *, resets):
     """Six requests, with two steps on their way as in vLLM's engine.
 
     Returns:
@@ -87,7 +83,7 @@ def live(scheduler, update, seed, *, resets):
             on_their_way.append((scheduled, worker.run(scheduled)))
             if len(on_their_way) < 2 and scheduled.total_num_scheduled_tokens:
                 continue
-        update(*on_their_way.pop(0))
+        scheduler.update_from_output(*on_their_way.pop(0))
     expected = [[1000 + request.num_prompt_tokens + i for i in range(LENGTH)] for request in requests]
     num_wrong = sum(list(request.output_token_ids) != text for request, text in zip(requests, expected, strict=True))
     return num_wrong, sum(request.num_preemptions for request in requests)
@@ -96,23 +92,10 @@ def live(scheduler, update, seed, *, resets):
 @pytest.mark.parametrize(("num_blocks", "resets"), [(14, False), (200, True)], ids=["full cache", "resets"])
 def test_no_token_is_lost(tiny_model, num_blocks, resets):
     scheduler = make_scheduler(tiny_model, num_blocks)
-    lives = [live(scheduler, scheduler.update_from_output, seed, resets=resets) for seed in range(8)]
+    lives = [live(scheduler, seed, resets=resets) for seed in range(8)]
     num_wrong, num_preemptions = map(sum, zip(*lives, strict=True))
     assert num_wrong == 0
     assert num_preemptions > 8
-
-
-@pytest.mark.skipif(not compat.is_before(0, 27), reason="vLLM has mended it")
-def test_vllm_alone_loses_some(tiny_model):
-    stock = AsyncScheduler.update_from_output.__wrapped__
-    num_wrong = 0
-    for seed in range(8):
-        scheduler = make_scheduler(tiny_model, 200)
-        try:
-            num_wrong += live(scheduler, partial(stock, scheduler), seed, resets=True)[0]
-        except AssertionError:  # of 0.24, which also counts rejected drafts of the step that it drops
-            num_wrong += 1
-    assert num_wrong > 5
 
 
 def test_a_window_keeps_the_blocks_that_it_reads(tiny_model, monkeypatch):
@@ -130,5 +113,5 @@ def test_a_window_keeps_the_blocks_that_it_reads(tiny_model, monkeypatch):
 
     monkeypatch.setattr(Worker, "run", run_and_look)
     for seed in range(4):
-        assert live(scheduler, scheduler.update_from_output, seed, resets=False)[0] == 0
+        assert live(scheduler, seed, resets=False)[0] == 0
     assert max(num_read) >= WINDOW // BLOCK

@@ -15,6 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from rollout_spec import engine_kwargs
 from rollout_spec.integrations.vllm import compat, engine_v2, sub_steps
+from tests.conftest import GPU_STAND_IN
 from tests.integrations.engines import (
     DEVICE,
     FEW_BLOCKS,
@@ -32,11 +33,8 @@ from tests.integrations.engines import (
     stats_of,
     switching_off_and_on,
 )
-from tests.integrations.vllm.test_h100 import ROOT
 from tests.integrations.vllm.test_tensor_parallel import two_ranks
 from tests.runners.adaptive import as_on_a_gpu, rising, schedule_of, set_costs
-
-pytestmark = pytest.mark.engine
 
 CASES = [tuple(map(int, case.split(":"))) for case in os.environ.get("SUB_STEPS", "4:3").split(",")]
 """(passes, K); `make test-all` has more."""
@@ -337,7 +335,7 @@ def test_what_keeps_steps_to_one_pass(engine, same, name):
 @pytest.mark.exhaustive
 def test_two_ranks_run_the_same_passes(engine, off, reference_model, tiny_model, monkeypatch):
     """Workers that are other processes than the scheduler's."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT / "tests" / "gpu_stand_in"), str(ROOT))))
+    monkeypatch.setenv("PYTHONPATH", GPU_STAND_IN)
     ours = engine_kwargs(num_speculative_tokens=engine.k, budget=False, **{**DEVICE, "sub_steps": engine.n})
     params = mixed_params(8, 6, max_tokens=30, ignore_eos=True)
     prompts = prompts_of(params)

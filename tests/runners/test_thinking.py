@@ -12,8 +12,7 @@ from rollout_spec.integrations.vllm import compat
 from tests.integrations.engines import IS_V2, OF_RUNNER, PLAIN, build, generate, mixed_params, stats_of, verify_all
 
 pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(IS_V2 and compat.is_before(0, 28), reason="vLLM says that its V2 has no thinking budgets"),
+    pytest.mark.skipif(IS_V2 and compat.is_before(0, 28), reason="vLLM says that its V2 has no thinking budgets")
 ]
 
 BEGIN = 7  # the id of w3

@@ -31,8 +31,6 @@ from tests.integrations.engines import (
 )
 from tests.launches import ours, recorded_variants
 
-pytestmark = pytest.mark.engine
-
 K = 4
 ON_DEVICE = verify_all(num_speculative_tokens=K, **DEVICE)
 OURS = ours(kernel, kernels, choice)
