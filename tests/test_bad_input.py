@@ -1,7 +1,5 @@
 """Values that cannot be used: each public call refuses them in one line that names the value."""
 
-from __future__ import annotations
-
 import math
 import re
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Budgets: allocation against brute force, what steps cost, and both while other processes make steps longer."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

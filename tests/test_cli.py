@@ -1,7 +1,5 @@
 """The `rollout-spec` command: what it needs, and what it refuses in one line that names the value."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

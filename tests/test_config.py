@@ -1,7 +1,5 @@
 """Configuration, counters, and what must import without what."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

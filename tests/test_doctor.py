@@ -1,7 +1,5 @@
 """`rollout-spec doctor`: what it says of a run and of an installation."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

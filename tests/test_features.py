@@ -1,7 +1,5 @@
 """What is kept of the target's states and distributions."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

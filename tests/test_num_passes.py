@@ -1,7 +1,5 @@
 """The number of forward passes per step, as it follows from what steps take."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Nothing of ours talks to another machine."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import sys

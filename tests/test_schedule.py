@@ -1,7 +1,5 @@
 """How many draft tokens are verified: the rule, and whole drafts or none as it follows from what steps take."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

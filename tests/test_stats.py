@@ -1,7 +1,5 @@
 """Counters of speculation."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollout_spec.stats import SpeculationStats

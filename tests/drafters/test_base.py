@@ -1,7 +1,5 @@
 """A step's calls for a batch say the same as one call per request."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 from unittest.mock import Mock

@@ -5,8 +5,6 @@ in the other it has no token in common with it. Lengths are the same, and so is 
 drafts must be equal to the bit. Outcomes of the others' drafts are left out, as what is learned from them is for all.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Drafters by name: what is made of them, and what their options may be."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`rollout-spec estimate`: what it reads, what it refuses, what phases it simulates and what it says."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """The demo with a policy that was hardly trained, and what it says; `make demo` runs it in earnest."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The examples run, with a tiny model on a CPU."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Made-up rollouts for tests of history."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from rollout_spec.features import FEATURE_WORDS

@@ -1,7 +1,5 @@
 """`rollout-spec history`."""
 
-from __future__ import annotations
-
 import errno
 import sys
 from pathlib import Path

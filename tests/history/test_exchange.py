@@ -1,7 +1,5 @@
 """The thread that reads and writes an engine's folder."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A folder of history: what is written is read once by everybody, and what cannot be used costs drafts only."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

@@ -1,7 +1,5 @@
 """Logs that others have written become rollouts; what cannot be used is named by its line."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

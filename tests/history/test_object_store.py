@@ -1,7 +1,5 @@
 """A history in an S3-compatible object store on this machine, also while the store fails."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import socket

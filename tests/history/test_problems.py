@@ -1,7 +1,5 @@
 """Which problem a prompt belongs to, against a list of texts that is searched token by token."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

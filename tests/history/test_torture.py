@@ -1,7 +1,5 @@
 """Two writers, two readers and a pruner of a folder, killed at any moment: nothing is lost, twice or wrong."""
 
-from __future__ import annotations
-
 import random
 import signal
 import subprocess

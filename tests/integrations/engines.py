@@ -1,7 +1,5 @@
 """Engines on the tiny model, and what it means that two of them give the same rollouts."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

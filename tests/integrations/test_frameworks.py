@@ -3,8 +3,6 @@
 `make test-frameworks` makes an environment with the frameworks; elsewhere their tests are skipped.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

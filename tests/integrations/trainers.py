@@ -1,7 +1,5 @@
 """TRL trainers of the tiny model, and a callback that generates everything twice."""
 
-from __future__ import annotations
-
 import torch
 import trl
 from datasets import Dataset

@@ -1,7 +1,5 @@
 """The emulator's race and bounds detectors detect, in small kernels of hand-written PTX."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

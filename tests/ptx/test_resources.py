@@ -1,7 +1,5 @@
 """What kernels take of a GPU may only fall, and only by a commit: see `resources.py`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The device drafter where the device runs late: nothing is read before it has arrived."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

@@ -4,8 +4,6 @@ vLLM samples such models wrongly before 0.32 where it speculates, so these tests
 processes of their own: `make test-recurrent` runs them in V1 and in V2.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Rollouts of models with recurrent layers do not depend on drafts, in both of vLLM's model runners."""
 
-from __future__ import annotations
-
 import pytest
 import vllm
 from vllm import SamplingParams

@@ -1,7 +1,5 @@
 """Engines that cut drafts on the device by vLLM's adaptive verification, without the CUDA graphs that it asks for."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest

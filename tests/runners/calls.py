@@ -7,8 +7,6 @@ pass of a step takes. A CPU does what a GPU would be given: kernels are emulated
 nothing is counted of the model's own layers, which a CUDA graph replays in one call.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

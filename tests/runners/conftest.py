@@ -3,8 +3,6 @@
 vLLM must see Triton from its first import on where it shall use V2, so that needs processes of its own.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """vLLM's adaptive verification, which cuts the device's drafts by their confidences, with all kernels emulated."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A step takes the host as few calls towards the GPU as it took when they were counted last."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """Which model runner and drafter engines get, and what an engine with the device drafter asks of vLLM."""
 
-from __future__ import annotations
-
 import pickle
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The device drafter's drafts in vLLM's V2 model runner, all kernels emulated."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

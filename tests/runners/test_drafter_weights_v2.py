@@ -1,7 +1,5 @@
 """What becomes of a drafter's weights when the target's change. Rollouts are those of the target all the same."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Engines are what was asked for, by arguments or, as RL frameworks build theirs, by ROLLOUT_SPEC alone."""
 
-from __future__ import annotations
-
 import pytest
 from vllm import SamplingParams
 

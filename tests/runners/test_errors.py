@@ -1,7 +1,5 @@
 """What is wrong is said before anything is generated, by its name, whatever the model runner."""
 
-from __future__ import annotations
-
 import pytest
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import MinPLogitsProcessor

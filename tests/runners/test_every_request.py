@@ -1,7 +1,5 @@
 """Whatever happens to requests, drafts change nothing, in both of vLLM's model runners: see `test_every_parameter`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

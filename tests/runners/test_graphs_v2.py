@@ -1,7 +1,5 @@
 """Which steps vLLM's V2 model runner captures in CUDA graphs as a whole."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """What drafts are made of: earlier turns, others' text unless a request has a salt, and what a folder has of others."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import pytest

@@ -1,7 +1,5 @@
 """Engines with the device drafter whose streams run late: the same rollouts, and what streams share is ordered."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -3,8 +3,6 @@
 `test_every_parameter` and `test_every_request` show that the drafts of an engine with both change no rollout.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

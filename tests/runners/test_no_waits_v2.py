@@ -1,7 +1,5 @@
 """No step of an engine with the device drafter waits for the device: a wait would undo asynchronous scheduling."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Logits processors of a user's own, which V2 applies and V1 refuses."""
 
-from __future__ import annotations
-
 import torch
 from vllm import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor

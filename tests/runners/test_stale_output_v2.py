@@ -1,7 +1,5 @@
 """Requests that are preempted while a step of theirs is on its way: vLLM's own scheduler, with a made-up worker."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

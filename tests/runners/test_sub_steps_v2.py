@@ -1,7 +1,5 @@
 """Steps of several forward passes give the rollouts of an engine that drafts nothing, however requests end in them."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -3,8 +3,6 @@
 Of the kinds that differ, who says that thinking begins, and by how many tokens it ends.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from rollout_spec import engine_kwargs

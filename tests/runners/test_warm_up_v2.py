@@ -1,7 +1,5 @@
 """What vLLM does before an engine serves: made-up requests, and the last moment to compile kernels."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

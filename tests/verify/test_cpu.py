@@ -1,7 +1,5 @@
 """The CPU verifier where its blocks, its bounds and its own exponential matter."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Drafts that are drawn with the target's noise."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The check at start: sound kernels, emulated here, pass it; planted faults are found, and then no engine starts."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The choice between drafts of history and of a model, against a reading of the rule in plain Python."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The device drafter against its reference; the compiled kernels are emulated."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 

@@ -1,7 +1,5 @@
 """The lookahead pool: what the target said after a rejected draft."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

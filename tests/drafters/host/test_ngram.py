@@ -1,7 +1,5 @@
 """The n-gram table against brute force: what it returns is true, and the newest is always there."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

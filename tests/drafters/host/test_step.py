@@ -1,7 +1,5 @@
 """What is learned from a step, against plain lists that are read from the beginning each time."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from unittest.mock import Mock
 

@@ -1,7 +1,5 @@
 """The suffix tree against brute force, however it was grown and whatever was taken out of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollout_spec.drafters.host.constants import ENOUGH_CANDIDATES, MAX_CANDIDATES

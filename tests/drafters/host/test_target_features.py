@@ -1,7 +1,5 @@
 """Drafts from what the target saw: similar states weigh more, and candidates vote for all that was likely."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """`compare_every`: which generations are compared with which, See also test_controller.py."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

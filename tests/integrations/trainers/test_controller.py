@@ -1,7 +1,5 @@
 """What any trainer needs of an engine, with a stand-in for the engine. `test_trl_hook` has real ones."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """The comparison of the engine's log-probabilities with the trainer's forward pass, without an engine."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from types import SimpleNamespace

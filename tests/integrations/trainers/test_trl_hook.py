@@ -1,7 +1,5 @@
 """RolloutSpecGenerator in real TRL trainers with a tiny random policy."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 

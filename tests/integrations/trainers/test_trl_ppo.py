@@ -1,7 +1,5 @@
 """RolloutSpecGenerator in PPOTrainer with a tiny random policy. TRL had it up to 1.12.0: `make test-ppo`."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """TRL trainers that generate on a vLLM server: the callback makes sure that it speculates, and brings its metrics."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -4,8 +4,6 @@ vLLM's CPU build resolves their configurations and chooses attention kernels and
 """
 # ruff: noqa: E402
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import logging

@@ -1,7 +1,5 @@
 """Requests and commands of any kind to a running engine: each is refused alone, by name, and the engine goes on."""
 
-from __future__ import annotations
-
 import json
 import math
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What depends on vLLM's version, with stand-ins for the versions that are not installed."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How drafts are cut: by the same decisions as vLLM's, in one kernel."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

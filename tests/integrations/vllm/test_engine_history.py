@@ -1,7 +1,5 @@
 """An engine's end of a folder of history; `tests/runners` shows that it lasts and is shared."""
 
-from __future__ import annotations
-
 import gc
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Drafters with faults in any of their methods, in real engines: rollouts are those of an engine without drafts."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

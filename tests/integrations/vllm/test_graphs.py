@@ -1,7 +1,5 @@
 """CUDA graphs and room for steps in which every request has drafts."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 

@@ -1,7 +1,5 @@
 """What engines of ten models' shapes get on an H100: `h100.txt`, line by line."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from difflib import unified_diff

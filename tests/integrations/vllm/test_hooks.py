@@ -1,7 +1,5 @@
 """Hooks that do not fit this vLLM, and the names of workers' methods."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """What a step tells the host in one copy."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

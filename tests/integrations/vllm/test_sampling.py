@@ -1,7 +1,5 @@
 """Log-probabilities and masks as RL frameworks ask for them: scored by the verifier, not by vLLM's slower code."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("vllm")

@@ -1,7 +1,5 @@
 """A server with speculation: the engine in a process of its own, requests over HTTP, streamed and not."""
 
-from __future__ import annotations
-
 import random
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """How steps of vLLM's scheduler are lengthened, and what is learned from them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Two tensor-parallel ranks, each in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

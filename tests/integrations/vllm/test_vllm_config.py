@@ -1,7 +1,5 @@
 """What engines ask for, and what they are refused."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """After `warm_up` a session compiles nothing more."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess
