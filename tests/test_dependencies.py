@@ -1,7 +1,5 @@
 """What pyproject.toml says of the packages that ours needs."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """What the docs name exists: files and headings that are linked, files, modules, targets of make."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

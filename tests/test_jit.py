@@ -1,7 +1,5 @@
 """Compiled functions and their cache: never stale, and not needed."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

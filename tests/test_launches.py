@@ -1,7 +1,5 @@
 """What launching kernels takes the host."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

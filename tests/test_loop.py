@@ -1,7 +1,5 @@
 """`generate` on a toy target: the whole system without an engine."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

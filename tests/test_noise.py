@@ -1,7 +1,5 @@
 """The noise: one definition in three implementations, and good ones."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

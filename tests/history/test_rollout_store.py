@@ -1,7 +1,5 @@
 """The store of ended rollouts, where their texts arrive after a while."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What only compiled kernels can show: addresses beyond 32 bits, NaN among lanes, bytes read, orders of blocks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Whatever happens to the requests of an engine, they get the rollouts of one that drafts nothing."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

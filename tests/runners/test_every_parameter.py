@@ -4,8 +4,6 @@
 all rows in one batch, so that steps mix them.
 """
 
-from __future__ import annotations
-
 import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams

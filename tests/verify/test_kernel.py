@@ -1,7 +1,5 @@
 """The Triton kernels, compiled and emulated, and the CPU path against the reference."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The reference against plain sampling, vLLM and the distribution itself; the CPU path and the kernels against it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

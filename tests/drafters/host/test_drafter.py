@@ -1,7 +1,5 @@
 """The history drafter: what it drafts, what it learns, and its life cycle."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import strategies as st

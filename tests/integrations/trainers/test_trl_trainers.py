@@ -1,7 +1,5 @@
 """Every TRL trainer that builds an engine: the same rollouts with and without drafts, some accepted, metrics logged."""
 
-from __future__ import annotations
-
 import string
 
 import pytest

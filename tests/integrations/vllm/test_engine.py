@@ -1,7 +1,5 @@
 """What an engine with V1's model runner samples follows the target; `tests/runners` shows what drafts do not change."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

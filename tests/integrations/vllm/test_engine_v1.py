@@ -1,7 +1,5 @@
 """A step of the V1 engine, in a stand-in for vLLM's runner, waits for the device no more than it must."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import ClassVar
 from unittest.mock import Mock, patch

@@ -1,7 +1,5 @@
 """The drafting session's budget, without an engine."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import NamedTuple

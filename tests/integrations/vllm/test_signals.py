@@ -1,7 +1,5 @@
 """Processes that are told to end, or are killed: what had ended is in the folder, and what is there is whole."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
