@@ -157,9 +157,9 @@ def check_features(rollouts, reference_model, temperature):
     return num_checked, num_unknown
 
 
-def switching_off_and_on(llm, params, prompts, periods):
+def switching_off_and_on(llm, params, periods, prompts=None):
     """Outputs of `generate`, with speculation switched off and on again during these ranges of steps."""
-    engine, outputs, step = llm.llm_engine, {}, 0
+    engine, outputs, step, prompts = llm.llm_engine, {}, 0, prompts or prompts_of(params)
     for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
         engine.add_request(str(i), {"prompt_token_ids": prompt}, p)
     while engine.has_unfinished_requests():
@@ -190,9 +190,9 @@ def prompts_of(params):
     return [[1, 4 + i % 3, 9] for i in range(len(params))]
 
 
-def assert_same(ours, plain, prompts, params, reference_model):
+def assert_same(ours, plain, params, reference_model, prompts=None):
     """Same tokens and log-probabilities; a difference only where two perturbed logits were close."""
-    for prompt, p, a, b in zip(prompts, params, ours, plain, strict=True):
+    for prompt, p, a, b in zip(prompts or prompts_of(params), params, ours, plain, strict=True):
         a_ids, b_ids = list(a.token_ids), list(b.token_ids)
         at = next((i for i, (x, y) in enumerate(zip(a_ids, b_ids, strict=False)) if x != y), None)
         if at is None:
@@ -265,7 +265,7 @@ def two_busy_rounds(llm):
     ]
     outputs = []
     for _ in range(2):
-        outputs += generate(llm, params, prompts_of(params))
+        outputs += generate(llm, params)
     assert preempted
     return outputs
 

@@ -107,7 +107,7 @@ def test_drafts_are_cut_where_attention_allows_it(tiny_model, off, reference_mod
     prompts, params = requests(8)
     plain = generate(off, params, prompts)
     for _ in range(2):
-        assert_same(generate(llm, params, prompts), plain, prompts, params, reference_model)
+        assert_same(generate(llm, params, prompts), plain, params, reference_model, prompts)
     assert any(((rates > 0) & (rates < 1)).any() for rates in confidences), "the drafter's own"
     kept, scheduled = np.sum(decisions, 0)
     assert 0 < kept < 0.7 * scheduled
@@ -142,9 +142,9 @@ def test_rollouts_do_not_change(tiny_model, off, reference_model, monkeypatch, c
     prompts, params = requests(14)
     plain = generate(off, params, prompts)
     for _ in range(3):
-        assert_same(generate(llm, params, prompts), plain, prompts, params, reference_model)
-    switched = switching_off_and_on(llm, params, prompts, [range(3, 8), range(15, 20)])
-    assert_same(switched, plain, prompts, params, reference_model)
+        assert_same(generate(llm, params, prompts), plain, params, reference_model, prompts)
+    switched = switching_off_and_on(llm, params, [range(3, 8), range(15, 20)], prompts)
+    assert_same(switched, plain, params, reference_model, prompts)
     session_of(llm).drafter.check_integrity()
     assert bool(preempted) == ("block_size" in engine)
     kept, scheduled = np.sum(decisions, 0)
@@ -312,7 +312,7 @@ def test_two_ranks_cut_alike_and_their_scheduler_hears_of_it(tiny_model, off, re
         prompts, params = requests(8)
         plain = generate(off, params, prompts)
         for _ in range(3):
-            assert_same(generate(llm, params, prompts), plain, prompts, params, reference_model)
+            assert_same(generate(llm, params, prompts), plain, params, reference_model, prompts)
         cut = llm.collective_rpc("rollout_spec", args=("stats",))[0]
         first, second = llm.collective_rpc("rollout_spec", args=("report",))
     assert first["is_adaptive"]

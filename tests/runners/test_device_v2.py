@@ -18,7 +18,6 @@ from tests.integrations.engines import (
     check_features,
     generate,
     mixed_params,
-    prompts_of,
     rollouts_of,
     runner_of,
     session_of,
@@ -57,7 +56,7 @@ def test_texts_have_room_before_they_need_it(tiny_model, monkeypatch):
     monkeypatch.setattr(kernels, "move", lambda rows, texts: moves.append(len(rows)) or move(rows, texts))
     params = mixed_params(6, 5, temperature=0.0, ignore_eos=True, **{**PLAIN, "max_tokens": 40})
     for is_enabled in (False, True, True):
-        generate(llm, params, prompts_of(params))
+        generate(llm, params)
         llm.collective_rpc("rollout_spec", args=("set_enabled", is_enabled))
     assert min(rooms) > 0
     stats = stats_of(llm)
@@ -90,8 +89,7 @@ def test_slots_follow_the_batch_size(tiny_model, off, reference_model):
     params = mixed_params(5, 6, temperature=1.0, ignore_eos=True, **{**PLAIN, "max_tokens": 10})
     for i, p in enumerate(params):
         p.max_tokens = 6 + 3 * i
-    prompts = prompts_of(params)
-    assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
+    assert_same(generate(llm, params), generate(off, params), params, reference_model)
     assert {tuple(of_step) for of_step in lengths if len(of_step) == 5} == {(0,) * 5}
     assert [K] in lengths
     assert drafted, "few requests draft"
@@ -110,9 +108,8 @@ def test_k_may_change_from_step_to_step(tiny_model, off, reference_model, monkey
     monkeypatch.setattr(schedule, "choose", lambda *of_step: next(ks))
     monkeypatch.setattr(schedule, "observe", lambda *of_step: told.append(of_step) or observe(*of_step))
     params = mixed_params(9, 6, temperature=1.0, ignore_eos=True, **{**PLAIN, "max_tokens": 20})
-    prompts = prompts_of(params)
     for _ in range(2):
-        assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
+        assert_same(generate(llm, params), generate(off, params), params, reference_model)
     assert {0, 1, 3} <= {length for of_step in lengths for length in of_step}
     stats, (drafted, accepted, seconds) = stats_of(llm), zip(*told, strict=True)
     assert {tuple(set(of_step.tolist())) for of_step in drafted} == {(1,), (3,)}
@@ -125,10 +122,10 @@ def test_while_nothing_is_drafted_nothing_is_verified(tiny_model):
     llm = build_on_device(tiny_model, budget=True)
     lengths, params = lengths_of_drafts(llm), mixed_params(3, 6, temperature=1.0, **{**PLAIN, "max_tokens": 20})
     llm.collective_rpc("rollout_spec", args=("set_enabled", False))
-    generate(llm, params, prompts_of(params))
+    generate(llm, params)
     assert {length for of_step in lengths for length in of_step} == {0}
     llm.collective_rpc("rollout_spec", args=("set_enabled", True))
-    generate(llm, params, prompts_of(params))
+    generate(llm, params)
     assert any(length for of_step in lengths for length in of_step)
     assert stats_of(llm)["accepted_tokens"] > 0
 

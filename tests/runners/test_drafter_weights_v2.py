@@ -9,7 +9,7 @@ from rollout_spec import engine_kwargs
 from rollout_spec.report import advice
 from tests.conftest import VOCAB_SIZE
 from tests.integrations.draft_models import METHODS, model_drafters
-from tests.integrations.engines import RESIDENT, assert_same, build, generate, mixed_params, prompts_of, runner_of
+from tests.integrations.engines import RESIDENT, assert_same, build, generate, mixed_params, runner_of
 
 SHARED = {"lm_head.weight", "model.embed_tokens.weight"}
 
@@ -75,7 +75,7 @@ def compare(pair, model, seed, **sampling):
     generate(pair[0], params[:1])  # a version begins with a step, and discounts older counts
     before = model_counts(pair[0])
     ours, plain = (generate(llm, params) for llm in pair)
-    assert_same(ours, plain, prompts_of(params), params, model)
+    assert_same(ours, plain, params, model)
     return [now - then for now, then in zip(model_counts(pair[0]), before, strict=True)]
 
 

@@ -102,7 +102,7 @@ def test_more_requests_than_places(engines, off, reference_model, name):
     for _ in range(2):
         known = len(kept_by(llm)) if name in DRAFTING else 0
         outputs = llm.generate(requests, asked, priority=[-i for i in range(12)], use_tqdm=False)
-        assert_same([output.outputs[0] for output in outputs], expected, prompts, asked, reference_model)
+        assert_same([output.outputs[0] for output in outputs], expected, asked, reference_model, prompts)
         if name in DRAFTING:
             missing = Counter(tokens_of(expected)) - Counter(kept_by(llm)[known:])
             # Scheduled asynchronously, a request may end while it is preempted, and leaves no rollout.
@@ -117,15 +117,14 @@ def test_more_requests_than_places(engines, off, reference_model, name):
 def test_switched_off_and_on_again(engines, off, reference_model, name):
     """Within rollouts and between them. All that is sampled is kept."""
     llm, asked = engines[name], params(3)
-    prompts = prompts_of(asked)
-    expected, known = generate(off, asked, prompts), len(kept_by(llm))
-    ours = switching_off_and_on(llm, asked, prompts, [range(2, 4)])
-    assert_same(ours, expected, prompts, asked, reference_model)
+    expected, known = generate(off, asked), len(kept_by(llm))
+    ours = switching_off_and_on(llm, asked, [range(2, 4)])
+    assert_same(ours, expected, asked, reference_model)
     assert not Counter(tokens_of(expected)) - Counter(kept_by(llm)[known:])
     for enabled in (False, True):
         llm.collective_rpc("rollout_spec", args=("set_enabled", enabled))
         before, graded = stats_of(llm)["draft_tokens"], outcomes_of(llm) if name in LEARNING else None
-        assert_same(generate(llm, asked, prompts), expected, prompts, asked, reference_model)
+        assert_same(generate(llm, asked), expected, asked, reference_model)
         if not IS_V2:  # which schedules the slots all the same
             assert (stats_of(llm)["draft_tokens"] > before) == enabled
         if name in LEARNING:
@@ -143,7 +142,7 @@ def test_the_drafter_is_told_what_the_target_saw(engines, reference_model, name)
     assert num_checked > 40
     assert num_unknown == 0
     asked = params(8, 3, **same)
-    switching_off_and_on(llm, asked, prompts_of(asked), [range(4, 7)])
+    switching_off_and_on(llm, asked, [range(4, 7)])
     num_checked, num_unknown = check_features(rollouts_of(llm)[known + len(found) :], reference_model, 0.7)
     assert num_checked > 40
     assert num_unknown == 0
@@ -153,12 +152,12 @@ def test_the_drafter_is_told_what_the_target_saw(engines, reference_model, name)
 def test_indexing_while_the_device_computes(engines, off, reference_model, monkeypatch):
     """As on a device: what was sampled waits until the next step runs."""
     llm, asked, indexed = engines["history"], params(5), []
-    session, prompts = session_of(llm), prompts_of(asked)
+    session = session_of(llm)
     original = session.update_index
     monkeypatch.setattr(session.drafting, "_options", session.drafting._options._replace(index_now=False))
     note = indexed.append
     monkeypatch.setattr(session, "update_index", lambda: note(session.drafter._num_unindexed) or original())
-    assert_same(generate(llm, asked, prompts), generate(off, asked, prompts), prompts, asked, reference_model)
+    assert_same(generate(llm, asked), generate(off, asked), asked, reference_model)
     assert sum(indexed) > 50
 
 
@@ -181,7 +180,7 @@ def test_a_budget_changes_no_rollout(tiny_model, off, reference_model, drafter):
     asked = params(40)
     prompts = prompts_of(asked)
     for _ in range(2):
-        assert_same(generate(llm, asked, prompts), generate(off, asked, prompts), prompts, asked, reference_model)
+        assert_same(generate(llm, asked, prompts), generate(off, asked, prompts), asked, reference_model, prompts)
     undrafted, _ = session_of(llm).budget.times._sizes
     assert all(size.seconds > 0 for size in undrafted.values())
     assert 0 < max(size.tokens for size in undrafted.values()) <= sum(map(len, prompts)) + len(prompts) * (K + 1)
@@ -308,14 +307,13 @@ def test_what_frameworks_send_stays_on_the_fast_path(engines, off, reference_mod
         original = getattr(owner, function)
         monkeypatch.setattr(owner, function, lambda *args, c=calls, f=original: c.append(1) or f(*args))
     asked = params(9, 5, logprobs=1, min_tokens=3, **PLAIN)
-    prompts = prompts_of(asked)
-    expected = generate(off, asked, prompts)
+    expected = generate(off, asked)
     for _ in range(2):  # the second time in places that earlier requests had
         processed.clear()
-        ours = generate(engines[name], asked, prompts)
+        ours = generate(engines[name], asked)
         assert not scored
         assert 0 < len(processed) <= 7, "until each request has said three tokens"
-        assert_same(ours, expected, prompts, asked, reference_model)
+        assert_same(ours, expected, asked, reference_model)
 
 
 @pytest.mark.parametrize("speculation", [True, False])

@@ -42,7 +42,7 @@ def test_later_turns_draft_from_earlier_ones(tiny_model, off, reference_model):
         asked = mixed_params(3, turn, temperature=0.5, max_tokens=16, ignore_eos=True)
         before, outputs = num_known(on), generate(on, asked, conversations)
         known.append(num_known(on) - before)
-        assert_same(outputs, generate(off, asked, conversations), conversations, asked, reference_model)
+        assert_same(outputs, generate(off, asked, conversations), asked, reference_model, conversations)
         generate(on, [LAST])
         said = [list(output.token_ids) for output in outputs]
         conversations = [
@@ -93,7 +93,7 @@ def test_history_lasts_and_is_shared(tiny_model, off, reference_model, tmp_path)
     engines = [build(tiny_model, max_num_seqs=6, **options) for _ in range(2)]
     params = mixed_params(6, 1, max_tokens=20, **PLAIN)
     expected = generate(off, params)
-    assert_same(generate(engines[0], params), expected, prompts_of(params), params, reference_model)
+    assert_same(generate(engines[0], params), expected, params, reference_model)
     generate(engines[0], mixed_params(1, 9, max_tokens=2, **PLAIN))  # ends the others where the device must tell
 
     def has_written():
@@ -108,7 +108,7 @@ def test_history_lasts_and_is_shared(tiny_model, off, reference_model, tmp_path)
     assert history_of(engines[1])["folder"]["rollouts_read"] == 0, "it was not asked for these problems"
     wait_until(has_read)
     before, accepted = history_of(engines[1])["requests_with_history"], stats_of(engines[1])["accepted_tokens"]
-    assert_same(generate(engines[1], params), expected, prompts_of(params), params, reference_model)
+    assert_same(generate(engines[1], params), expected, params, reference_model)
     assert history_of(engines[1])["requests_with_history"] == before + 6
     generate(engines[1], mixed_params(1, 9, max_tokens=2, **PLAIN))
     first, second = (stats_of(llm)["accepted_tokens"] for llm in engines)
@@ -121,7 +121,7 @@ def test_history_lasts_and_is_shared(tiny_model, off, reference_model, tmp_path)
     assert {tuple(rollout.context.tolist()) for rollout in kept} == {tuple(prompt) for prompt in prompts_of(params)}
     third = build(tiny_model, max_num_seqs=6, **options)
     assert history_of(third)["rollouts"] == history_of(third)["folder"]["rollouts_read"] == len(kept) >= 12
-    assert_same(generate(third, params), expected, prompts_of(params), params, reference_model)
+    assert_same(generate(third, params), expected, params, reference_model)
     assert stats_of(third)["accepted_tokens"] > 1.2 * first
 
 

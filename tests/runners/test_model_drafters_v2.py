@@ -8,17 +8,7 @@ import torch
 
 from rollout_spec import engine_kwargs
 from tests.integrations.draft_models import METHODS, model_drafters
-from tests.integrations.engines import (
-    PLAIN,
-    RESIDENT,
-    assert_same,
-    build,
-    generate,
-    mixed_params,
-    prompts_of,
-    runner_of,
-    stats_of,
-)
+from tests.integrations.engines import PLAIN, RESIDENT, assert_same, build, generate, mixed_params, runner_of, stats_of
 
 MODEL_TOKENS = 2
 
@@ -45,7 +35,7 @@ def build_alone(drafters, method):
     return llm
 
 
-def drafts_of_the_model(llm, params, prompts):
+def drafts_of_the_model(llm, params):
     """Outputs, and what the model drafted: {(seed, position that the draft begins at): tokens}."""
     runner, drafts = runner_of(llm), {}
 
@@ -64,7 +54,7 @@ def drafts_of_the_model(llm, params, prompts):
     original = drafter.propose
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drafter, "propose", propose)
-        return generate(llm, params, prompts), drafts
+        return generate(llm, params), drafts
 
 
 def assert_same_drafts(ours, theirs):
@@ -80,11 +70,10 @@ def test_the_model_drafts_the_same_alone_and_beside_history(drafters, off, refer
     engines = build_alone(drafters, method), build_beside(drafters, method, num_speculative_tokens=4)
     for seed in (1, 2):
         params = mixed_params(8, seed, max_tokens=24)
-        prompts = prompts_of(params)
-        expected, drafts = generate(off, params, prompts), []
+        expected, drafts = generate(off, params), []
         for llm in engines:
-            ours, drafted = drafts_of_the_model(llm, params, prompts)
-            assert_same(ours, expected, prompts, params, reference_model)
+            ours, drafted = drafts_of_the_model(llm, params)
+            assert_same(ours, expected, params, reference_model)
             drafts.append(drafted)
         assert_same_drafts(*drafts)
     stats = stats_of(engines[1])

@@ -70,12 +70,11 @@ def same(off, reference_model):
     """Rollouts, in some rounds, are those of the engine without drafts, which it returns."""
 
     def check(llm, params, prompts=None, rounds=2):
-        prompts = prompts or prompts_of(params)
         plain = generate(off, params, prompts)
         for _ in range(rounds):
             ours = generate(llm, params, prompts)
             if params[0].logprobs is not None:
-                assert_same(ours, plain, prompts, params, reference_model)
+                assert_same(ours, plain, params, reference_model, prompts)
             for a, b in zip(ours, plain, strict=True):
                 assert (list(a.token_ids), a.finish_reason, a.stop_reason, a.text) == (
                     list(b.token_ids),
@@ -218,7 +217,7 @@ def test_requests_are_aborted_while_a_step_runs(engine, off, reference_model):
     left = [i for i in range(16) if str(i) not in aborted]
     assert 2 < len(left) < 14
     of_left = [[each[i] for i in left] for each in ([outputs[str(i)] if i in left else None for i in range(16)], plain)]
-    assert_same(*of_left, [prompts[i] for i in left], [params[i] for i in left], reference_model)
+    assert_same(*of_left, [params[i] for i in left], reference_model, [prompts[i] for i in left])
     session_of(llm).drafter.check_integrity()
 
 
@@ -268,13 +267,12 @@ def test_a_pause_has_plain_passes(engine, off, reference_model):
     llm = engine(budget=True)
     schedule_of(llm).choose = lambda num_requests, most: most
     params = mixed_params(6, 3, temperature=1.0, ignore_eos=True, **{**PLAIN, "max_tokens": 40})
-    prompts = prompts_of(params)
-    ours = switching_off_and_on(llm, params, prompts, [range(3, 6), range(9, 10)])
-    assert_same(ours, generate(off, params, prompts), prompts, params, reference_model)
+    ours = switching_off_and_on(llm, params, [range(3, 6), range(9, 10)])
+    assert_same(ours, generate(off, params), params, reference_model)
     assert num_repeated(engine) > 3
     engine.passes.clear()
     llm.collective_rpc("rollout_spec", args=("set_enabled", False, False))
-    generate(llm, params, prompts)
+    generate(llm, params)
     assert set(engine.passes) == {1}, "as a comparison with and without drafts has it"
 
 
@@ -336,11 +334,9 @@ def test_two_ranks_run_the_same_passes(engine, off, reference_model, tiny_model,
     monkeypatch.setenv("PYTHONPATH", GPU_STAND_IN)
     ours = engine_kwargs(num_speculative_tokens=engine.k, budget=False, **{**DEVICE, "sub_steps": engine.n})
     params = mixed_params(8, 6, max_tokens=30, ignore_eos=True)
-    prompts = prompts_of(params)
     with two_ranks(tiny_model, max_num_seqs=8, **ours) as llm:
         for _ in range(2):
-            found = generate(llm, params, prompts)
-            assert_same(found, generate(off, params, prompts), prompts, params, reference_model)
+            assert_same(generate(llm, params), generate(off, params), params, reference_model)
         first, second = llm.collective_rpc("rollout_spec", args=("report",))
     assert first["most_passes"] == second["most_passes"] == engine.n
     assert first["stats"]["accepted_tokens"] > 0

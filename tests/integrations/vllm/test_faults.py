@@ -61,7 +61,7 @@ def test_a_faulty_drafter_is_switched_off_and_nobody_notices(
     first = {"start_request": 6, "extend": 12, "stop_request": 2}.get(method, 4)  # after some drafts
     llm = faulty(tiny_model, method, fault, calls=(first, 10**9))
     with caplog.at_level(logging.ERROR):
-        assert_same(serve(llm, PARAMS, PROMPTS), expected, PROMPTS, PARAMS, reference_model)
+        assert_same(serve(llm, PARAMS, PROMPTS), expected, PARAMS, reference_model, PROMPTS)
     stats = stats_of(llm)
     assert stats["drafter_errors"] == 1
     assert caplog.text.count("the drafter raised: speculation is off from here on") == 1
