@@ -16,9 +16,8 @@ UNIT = st.floats(0, 1, width=32)
 def allocate(survival, starts, value, cost):
     taken = np.empty(starts.size - 1, np.int64)
     gain = allocate_into(survival, starts, value, cost, np.empty((2, NUM_BINS)), taken)
-    assert gain == pytest.approx(
-        net_gain(taken, survival, starts, value, cost), abs=2 * value * survival.size / NUM_BINS
-    )
+    expected = net_gain(taken, survival, starts, value, cost)
+    assert gain == pytest.approx(expected, abs=2 * value * survival.size / NUM_BINS)
     return taken
 
 

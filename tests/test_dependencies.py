@@ -3,11 +3,11 @@
 import ast
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.conftest import ROOT
+
 PACKAGES = ("rollout_spec", "drafters", "integrations")
 
 BROUGHT = {

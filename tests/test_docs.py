@@ -1,11 +1,11 @@
 """What the docs name exists: files and headings that are linked, files, modules, targets of make."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.conftest import ROOT
+
 PAGES = [ROOT / "experiments/results/README.md", ROOT / "tests/ptx/README.md"]
 PAGES += [page for folder in (".", "docs", "examples") for page in sorted((ROOT / folder).glob("*.md"))]
 FOLDERS = "rollout_spec|drafters|integrations|experiments|examples|tests|docs"

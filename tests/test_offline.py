@@ -5,7 +5,6 @@ import json
 import sys
 import sysconfig
 import traceback
-from pathlib import Path
 
 import numpy as np
 import pyarrow as arrow
@@ -14,11 +13,11 @@ import pytest
 
 from rollout_spec import cli, engine_kwargs
 from rollout_spec.drafters import build_drafter
+from tests.conftest import ROOT
 from tests.test_doctor import a_report
 
 pytestmark = pytest.mark.exhaustive
 
-ROOT = Path(__file__).parent.parent
 OURS = tuple(str(ROOT / name) for name in ("rollout_spec", "drafters", "integrations"))
 STANDARD = sysconfig.get_paths()["stdlib"]
 CONNECTIONS = ("socket.connect", "socket.sendto", "socket.sendmsg")

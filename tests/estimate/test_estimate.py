@@ -395,15 +395,10 @@ def test_the_host_works_once_for_a_step_and_a_little_for_each_further_pass():
 def test_a_step_takes_what_its_requests_cost_and_more_than_the_host():
     cost = STEEP._replace(request_seconds=10.0)
     assert [cost.whole_step(1, 0), cost.whole_step(4, 0), cost.whole_step(4, 8)] == pytest.approx([11, 44, 52])
-    assert cost._replace(host_seconds=((5.0, 0.0), *UNIT_COST.host_seconds[1:])).whole_step(4, 8) == pytest.approx(
-        52, rel=1e-3
-    )
-    assert cost._replace(host_seconds=((1000.0, 2.0), *UNIT_COST.host_seconds[1:])).whole_step(4, 8) == pytest.approx(
-        1008, rel=1e-3
-    )
-    assert cost._replace(host_seconds=((52.0, 0.0), *UNIT_COST.host_seconds[1:])).whole_step(4, 8) == pytest.approx(
-        52 * 2 ** (1 / 3)
-    )
+    equal = 52 * 2 ** (1 / 3)
+    for of_host, seconds, rel in (((5.0, 0.0), 52, 1e-3), ((1000.0, 2.0), 1008, 1e-3), ((52.0, 0.0), equal, 1e-6)):
+        with_host = cost._replace(host_seconds=(of_host, *UNIT_COST.host_seconds[1:]))
+        assert with_host.whole_step(4, 8) == pytest.approx(seconds, rel=rel)
     verifying = cost._replace(verify_seconds=7.0)
     assert [verifying.whole_step(4, 0), verifying.whole_step(4, 8)] == pytest.approx([44, 52 + 7])
     assert cost._replace(draft_seconds=(3.0, 0.5)).drafting(4) == 5

@@ -76,12 +76,8 @@ def same(off, reference_model):
             if params[0].logprobs is not None:
                 assert_same(ours, plain, params, reference_model, prompts)
             for a, b in zip(ours, plain, strict=True):
-                assert (list(a.token_ids), a.finish_reason, a.stop_reason, a.text) == (
-                    list(b.token_ids),
-                    b.finish_reason,
-                    b.stop_reason,
-                    b.text,
-                )
+                assert list(a.token_ids) == list(b.token_ids)
+                assert (a.finish_reason, a.stop_reason, a.text) == (b.finish_reason, b.stop_reason, b.text)
             session_of(llm).drafter.check_integrity()
         return plain
 

@@ -26,6 +26,7 @@ from tests.integrations.trainers import Compared, make_trainer
 pytestmark = pytest.mark.engine
 
 PROMPTS = Dataset.from_dict({"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(8)]})
+CHATS = Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in ("w1 w2 w3", "w4 w5 w6")]})
 EVALUATION = Dataset.from_dict({"prompt": ["w7 w8", "w9 w1 w2"]})
 
 
@@ -114,7 +115,6 @@ def look_up(word: str) -> str:
 def test_grpo_with_tools_over_several_turns(tiny_model, tmp_path):
     generator = Compared()
     tokenizer = add_tools(AutoTokenizer.from_pretrained(tiny_model, padding_side="left"))
-    chats = [[{"role": "user", "content": prompt}] for prompt in ("w1 w2 w3", "w4 w5 w6")]
     trainer = make_trainer(
         tiny_model,
         tmp_path,
@@ -122,7 +122,7 @@ def test_grpo_with_tools_over_several_turns(tiny_model, tmp_path):
         arguments={
             "tools": [look_up],
             "processing_class": tokenizer,
-            "train_dataset": Dataset.from_dict({"prompt": chats}),
+            "train_dataset": CHATS,
             "reward_funcs": lambda completions, **_: [float(len(messages)) for messages in completions],
         },
         max_completion_length=48,
@@ -142,8 +142,7 @@ def test_what_grpo_logs_of_messages_becomes_history(tiny_model, tmp_path, monkey
     generator = Compared()
     tokenizer = AutoTokenizer.from_pretrained(tiny_model, padding_side="left")
     tokenizer.chat_template = TEMPLATE
-    chats = [[{"role": "user", "content": prompt}] for prompt in ("w1 w2 w3", "w4 w5 w6")]
-    arguments = {"processing_class": tokenizer, "train_dataset": Dataset.from_dict({"prompt": chats})}
+    arguments = {"processing_class": tokenizer, "train_dataset": CHATS}
     fields = {"max_steps": 4, "num_iterations": 2, "log_completions": True, "num_completions_to_print": 0}
     make_trainer(tiny_model, tmp_path, [generator], arguments=arguments, **fields).train()
     logs = sorted(map(str, (tmp_path / "completions").glob("*.parquet")))

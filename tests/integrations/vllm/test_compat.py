@@ -2,7 +2,6 @@
 
 import re
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,9 +19,9 @@ from vllm.v1.outputs import LogprobsLists
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.compat import end_at_stop_string
 from rollout_spec.noise import host as noise
+from tests.conftest import ROOT
 from tests.integrations.engines import build, every_draft, generate, verify_all
 
-ROOT = Path(__file__).parents[3]
 OLDEST, NEWEST = compat.OLDEST_VERSION, compat.NEWEST_VERSION
 
 

@@ -2,6 +2,7 @@
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -105,19 +106,20 @@ def test_twenty_clients_some_of_which_hang_up(server, tiny_model):
     assert stats["drafter_errors"] == 0
 
 
+def sampled(server, seed):
+    """Tokens of a completion; None: the request has no seed."""
+    body = {"max_tokens": 40, "ignore_eos": True, "temperature": 1.0} | ({} if seed is None else {"seed": seed})
+    return tuple(server.complete(**body)["choices"][0]["token_ids"])
+
+
 def test_two_engines_draft_and_only_seeds_make_copies(tiny_model, tmp_path):
     """Each has a history of its own. Requests without seeds get seeds of their own, also for the same prompt."""
     options = {"budget": False, **every_draft(4)}
     server = Server(tiny_model, tmp_path / "log", **options, arguments={"data-parallel-size": 2})
-
-    def complete(seed):
-        body = {"max_tokens": 40, "ignore_eos": True, "temperature": 1.0} | ({} if seed is None else {"seed": seed})
-        return tuple(server.complete(**body)["choices"][0]["token_ids"])
-
     try:
         with ThreadPoolExecutor(8) as clients:
-            assert len(set(clients.map(complete, [None] * 48))) == 48
-            assert len(set(clients.map(complete, [7] * 16))) == 1
+            assert len(set(clients.map(partial(sampled, server), [None] * 48))) == 48
+            assert len(set(clients.map(partial(sampled, server), [7] * 16))) == 1
         assert min(server.metric("spec_decode_num_accepted_tokens_total", engine) for engine in (0, 1)) > 20
     finally:
         server.stop()
@@ -134,12 +136,7 @@ def test_two_engines_in_v2_draft_equally_many_tokens(tiny_model, tmp_path):
     )
     try:
         with ThreadPoolExecutor(8) as clients:
-            bodies = [{"max_tokens": 24, "ignore_eos": True, "seed": 7}] * 16
-            texts = {
-                tuple(answer["choices"][0]["token_ids"])
-                for answer in clients.map(lambda b: server.complete(**b), bodies)
-            }
-        assert len(texts) == 1
+            assert len(set(clients.map(partial(sampled, server), [7] * 16))) == 1
         for engine in (0, 1):
             drafts = server.metric("spec_decode_num_drafts_total", engine)
             assert server.metric("spec_decode_num_draft_tokens_total", engine) == 3 * drafts > 0
