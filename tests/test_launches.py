@@ -37,6 +37,14 @@ def test_variants_are_launched_as_triton_would():
     assert known[0] == known[1], "the second turn has found all of them"
 
 
+def test_tensors_that_16_does_not_divide_have_a_variant_of_their_own():
+    """On a GPU the one for aligned tensors would end with a misaligned address."""
+    launcher, whole = Launcher(_kernel), torch.zeros(64, dtype=torch.int32)
+    for tensor in (whole, whole[1:]):
+        launcher[(1,)](tensor, None, 1, BLOCK=1, num_warps=1)
+    assert len(launcher._variants) == 2
+
+
 def test_profilers_see_every_launch(monkeypatch):
     """They ask Triton to call them, and only its own way of launching does, with what they ask for."""
     launcher, out, launches = Launcher(_kernel), torch.zeros(4, dtype=torch.int32), []

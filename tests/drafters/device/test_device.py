@@ -340,6 +340,16 @@ def test_the_newest_rollouts_stay_on_the_host_and_come_back_first():
     drafter.check_integrity()
 
 
+def test_the_newest_rollouts_from_elsewhere_come_back_first():
+    """Of five tokens each. On the device there is room for two."""
+    engine = Engine(max_problem_tokens=10)
+    for number in range(4):
+        engine.add([0, 1], [5, 6, 7 + number])
+    engine.drafter._evict_oldest()
+    slot = engine.live[engine.start([0, 1])]
+    assert resident(engine.drafter, engine.drafter._live[slot].problem) == [[0, 1, 5, 6, 10], [0, 1, 5, 6, 9]]
+
+
 def resident(drafter, problem):
     """The texts of a problem's ended rollouts on the device, newest first."""
     drafter._publish()

@@ -183,6 +183,29 @@ def test_of_an_unlikely_draft_and_a_likely_one_after_it_the_likely_one_is_verifi
     assert gain == pytest.approx(0.9 + 0.8 - 1, abs=0.01)
 
 
+def test_features_are_those_of_the_rows_that_said_the_tokens():
+    """Of three rows two say what is kept; two tokens of earlier steps had not been seen."""
+    drafter = HistoryDrafter(max_draft_tokens=K)
+    drafter.start_request("a", [1])
+    features = np.arange(1, 1 + 3 * FEATURE_WORDS).reshape(3, FEATURE_WORDS)
+    step = sampled(drafter.table, [0], [[5, 6, 7, 8]], [1], num_verified=[2], features=features)
+    Drafting(drafter, K, max_model_len=99, vocab_size=9).learn(step)
+    _, found = drafter._store.read(drafter._live["a"].document)
+    assert found.tolist() == [*no_features(2).tolist(), *features[:2].tolist()]
+
+
+def test_what_is_removed_has_been_indexed(monkeypatch):
+    """Otherwise the index would be searched for tokens that it does not have, and get them later."""
+    drafter, waiting = HistoryDrafter(max_draft_tokens=K), []
+    drafting = Drafting(drafter, K, max_model_len=99, vocab_size=9, index_late=True)
+    drafter.start_request("a", [1])
+    drafting.learn(sampled(drafter.table, [0], [[5]]))
+    assert drafter._num_unindexed == 1
+    monkeypatch.setattr(drafter, "_remove", lambda request: waiting.append(drafter._num_unindexed))
+    drafter.stop_request("a", keep=False)
+    assert waiting == [0]
+
+
 def test_features_of_another_shape_are_refused():
     drafting = Drafting(HistoryDrafter(max_draft_tokens=K), K, max_model_len=9, vocab_size=9)
     table = drafting.drafter.table

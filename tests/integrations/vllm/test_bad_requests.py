@@ -132,13 +132,23 @@ def test_problems_and_seeds_reach_the_drafter(llm, monkeypatch):
     assert {type(given[name]) for given in seen for name in ("problem_id", "seed")} == {int}
 
 
-def a_front_end(launcher=None, number=0, seed=0, is_offline=True):
-    parallel = SimpleNamespace(
-        data_parallel_size=1, data_parallel_rank=0, distributed_executor_backend=launcher, _api_process_rank=number
-    )
+def a_front_end(launcher=None, number=0, seed=0, is_offline=True, data_parallel=(0, 1)):
+    (rank, size), other = data_parallel, {"distributed_executor_backend": launcher, "_api_process_rank": number}
+    parallel = SimpleNamespace(data_parallel_rank=rank, data_parallel_size=size, **other)
     model = SimpleNamespace(seed=seed)
     engine = SimpleNamespace(use_v2_model_runner=True, parallel_config=parallel, model_config=model)
     return FrontEnd(engine, RolloutSpecConfig(), is_offline=is_offline)
+
+
+@pytest.mark.parametrize("launcher", [None, "external_launcher"])
+def test_data_parallel_engines_with_one_seed_sample_no_copies(launcher):
+    seeds = set()
+    for rank in range(2):
+        params = SamplingParams()
+        front_end = a_front_end(launcher, seed=3, data_parallel=(rank, 2))
+        front_end.prepare(SimpleNamespace(sampling_params=params, cache_salt=None, resumable=False))
+        seeds.add(params.seed)
+    assert len(seeds) == 2
 
 
 @pytest.mark.parametrize("launcher", [None, "external_launcher"])

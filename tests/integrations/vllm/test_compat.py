@@ -64,6 +64,17 @@ def test_kernels_are_registered_among_objects_that_are_not_what_they_seem():
     assert "__slots__" in dispatcher.vars(Lazy)
 
 
+def test_of_what_is_on_its_way_one_steps_output_is_dropped(monkeypatch):
+    """By vLLM up to 0.26 that of as many steps as there are tokens on their way."""
+    monkeypatch.setattr(compat, "is_before", lambda *release: True)
+    scheduler, kept = SimpleNamespace(requests={"a": SimpleNamespace(async_tokens_to_discard=4)}), []
+    for _ in range(2):
+        output = SimpleNamespace(sampled_token_ids=[[5, 6]], req_id_to_index={"a": 0})
+        compat.drop_stale_output(scheduler, SimpleNamespace(num_scheduled_tokens={"a": 2}), output)
+        kept += output.sampled_token_ids
+    assert kept == [[], [5, 6]]
+
+
 # -- stop strings; `tests/runners` compares the rollouts -------------------------------------------------------------
 
 STOPS = (["w7"], ["w3 w", "zz"], ["9"], ["w1", "w11 w"])

@@ -196,6 +196,19 @@ def test_rollouts_are_written_once_and_other_engines_recognise_their_prompts(ran
     assert other.problems.start(np.array([*prompt, 1, 2, 3, 50], np.int32)).problem_id == problem_id
 
 
+def test_what_is_on_its_way_to_the_host_when_an_engine_ends_is_written(ranks, tmp_path, monkeypatch):
+    """As from a GPU."""
+    monkeypatch.setattr("rollout_spec.drafters.host.drafter._Request.arrive", lambda self, *, wait: wait)
+    rank, _ = ranks(tmp_path)
+    rank.history.load()
+    rank.drafter.start_request("a", [1, 2], problem_id=7)
+    rank.drafter.extend("a", [5])
+    rank.drafter.stop_request("a")
+    rank.history.exchange()
+    rank.history.close()
+    assert [found.tokens.tolist() for found in rollouts_in(tmp_path)] == [[5]]
+
+
 def test_what_a_drafter_has_dropped_is_read_again_when_its_problem_comes_back(ranks, tmp_path):
     rank, _ = ranks(tmp_path, drafter_options={"max_history_tokens": 4 * PAGE_TOKENS})
     rank.history.load()
