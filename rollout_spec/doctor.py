@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import rollout_spec
 from rollout_spec.config import plugin_fault
-from rollout_spec.installation import INSTALL_VLLM, REMEDY, find_folder, install
+from rollout_spec.installation import INSTALL_VLLM, REMEDY, find_folder, install, installed_versions
 from rollout_spec.integrations.vllm.compat import check_version
 from rollout_spec.integrations.vllm.config import VARIABLE, read_environment
 from rollout_spec.report import explain, read_report
@@ -89,7 +89,8 @@ def look_around() -> Iterator[tuple[str, str]]:
         if needed_by and importlib.util.find_spec(package) is None:
             yield "absent", f"{package}; {needed_by}"
             continue
-        if package == "trl" and not supports_trl(found := importlib.metadata.version(package)):
+        found = installed_versions((package,)).get(package, "")
+        if package == "trl" and found and not supports_trl(found):
             yield "absent", f"trl 1.16 or newer, or 1.12 for PPOTrainer, and {found} is installed; {needed_by}"
             continue
         verdict, line = _tried(package, partial(_version_of, package), remedy)

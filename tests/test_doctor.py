@@ -174,9 +174,11 @@ def test_faults_of_an_installation_are_found(monkeypatch, change, said):
     assert [verdict for verdict, _ in found].count("problem") == 1
 
 
-@pytest.mark.parametrize(("version", "verdict"), [("0.27.0", "absent"), ("1.12.0", "ok"), ("1.16.0", "ok")])
+@pytest.mark.parametrize(
+    ("version", "verdict"), [("1.13.0", "absent"), ("1.15rc1", "absent"), ("1.12.0", "ok"), ("1.16.0", "ok")]
+)
 def test_an_old_trl_is_no_fault(monkeypatch, version, verdict):
     """verl's images bring one, for which our callback is not."""
     pytest.importorskip("trl")
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
+    monkeypatch.setattr(doctor, "installed_versions", lambda packages: {"trl": version})
     assert [said for said, line in look_around() if line.startswith("trl ")] == [verdict]

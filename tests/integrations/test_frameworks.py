@@ -112,5 +112,6 @@ def test_skyrl(tiny_model, monkeypatch):
     from tests.integrations.framework_engines import skyrl_engine_args
 
     monkeypatch.setenv("ROLLOUT_SPEC", VARIABLES["SkyRL"]())
+    subprocess.run(["bash", "-n", "-c", block("SkyRL")], check=True)
     arguments = skyrl_engine_args(tiny_model)
     assert asks(arguments) == dataclasses.replace(SHARED, ignore_cache_salt=True)

@@ -15,7 +15,7 @@ IS_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 collect_ignore_glob = [] if IS_V2 else ["test_*_v2.py"]
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
-if IS_V2:
+elif IS_V2:
     show_vllm_a_backend()
     schedule_as_on_gpus()
     launch_few_programs()
