@@ -91,7 +91,10 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     of_all_epochs = [sum(row["tokens"]) / sum(row["request_steps"]) for row in rows]
     of_each = [t / s for row in rows for t, s in zip(row["tokens"], row["request_steps"], strict=True)]
     yield "| T | Drafter", rows, [*of_all_epochs, *of_each]
-    rows = [row for row in read("modes_simulated") if row["benchmark"].startswith("modes/s")]
+    rows = [
+        *read("modes_simulated", benchmark="modes/simulated"),
+        *read("modes_simulated", benchmark="modes/sub_steps"),
+    ]
     for start in ("| Engine | Drafts ", "| You run | ", "| Framework | "):
         yield start, rows, modes(rows)
 

@@ -89,9 +89,8 @@ def look_around() -> Iterator[tuple[str, str]]:
         if needed_by and importlib.util.find_spec(package) is None:
             yield "absent", f"{package}; {needed_by}"
             continue
-        found = installed_versions((package,)).get(package, "")
-        if package == "trl" and found and not supports_trl(found):
-            yield "absent", f"trl 1.16 or newer, or 1.12 for PPOTrainer, and {found} is installed; {needed_by}"
+        if package == "trl" and (old := unsupported_trl()):
+            yield "absent", f"trl 1.16 or newer, or 1.12 for PPOTrainer, and {old} is installed; {needed_by}"
             continue
         verdict, line = _tried(package, partial(_version_of, package), remedy)
         yield verdict, line
@@ -120,10 +119,11 @@ def _version_of(package: str) -> str:
     return version
 
 
-def supports_trl(version: str) -> bool:
-    """Whether our callback works with this TRL. Images of other frameworks may bring an old one, which is no fault."""
-    release = tuple(map(int, re.findall(r"\d+", version)[:2]))
-    return release >= (1, 16) or release == (1, 12)
+def unsupported_trl() -> str | None:
+    """The installed TRL, if our callback does not work with it: no fault, as images of other frameworks bring one."""
+    version = installed_versions(("trl",)).get("trl")
+    release = tuple(map(int, re.findall(r"\d+", version or "")[:2]))
+    return None if release >= (1, 16) or release == (1, 12) else version
 
 
 def check_device(device: Any = None, vocab_size: int = 151_936) -> int:

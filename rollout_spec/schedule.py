@@ -47,9 +47,9 @@ ENOUGH, RECENT_STEPS, OUTLIER = 2, 32, 2.0
 """A K costs the mean of its last RECENT_STEPS steps, once ENOUGH are known, without those that took more than OUTLIER
 times their median."""
 TRIAL, TRIED_DRAFTS, MOST_TRIALS = 5, 32, 2
-"""A K is tried for TRIAL steps in a row, of which two count (`sub_steps.Steps`). A trial during a pause gives whole
-drafts to as many requests as make TRIED_DRAFTS tokens, which tell how many are right. Steps with prompts are not timed:
-a K of which no step could be timed is tried at most MOST_TRIALS times."""
+"""A K is tried for TRIAL steps in a row, of which two count (`sub_steps.Steps`). A trial in a pause of few
+requests has more steps, in which some TRIED_DRAFTS whole drafts are made: they tell how many tokens are right. Steps
+with prompts are not timed: a K of which no step could be timed is tried at most MOST_TRIALS times."""
 WORTH_IT, SURELY = 1.1, 2.5
 """Whole drafts whose time is not known are made if they give WORTH_IT times the tokens. With SURELY times nothing else
 is tried: on an H100 a step with drafts took the host 1.5 to 2.2 times as long as one without."""

@@ -56,7 +56,8 @@ _runner_v2 = "vllm.v1.worker.gpu.model_runner", "GPUModelRunner"
 _worker = "vllm.v1.worker.gpu_worker", "Worker"
 _cpu_worker = "vllm.v1.worker.cpu_worker", "CPUWorker"
 _wrapper = "vllm.v1.worker.worker_base", "WorkerWrapperBase"
-_offline, _async = (functools.partial(hooks.init_front_end, is_offline=offline) for offline in (True, False))
+_init_offline = functools.partial(hooks.init_front_end, is_offline=True)
+_init_async = functools.partial(hooks.init_front_end, is_offline=False)
 
 HOOKS = (
     Hook("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", hooks.create_engine_config),
@@ -67,8 +68,8 @@ HOOKS = (
     Hook("vllm.sampling_params", "SamplingParams", "_validate_spec_decode", hooks.validate_sampling_params),
     Hook(*_inputs, "__init__", hooks.init_input_processor),
     Hook(*_inputs, "process_inputs", hooks.process_inputs),
-    Hook("vllm.v1.engine.llm_engine", "LLMEngine", "__init__", _offline),
-    Hook("vllm.v1.engine.async_llm", "AsyncLLM", "__init__", _async),
+    Hook("vllm.v1.engine.llm_engine", "LLMEngine", "__init__", _init_offline),
+    Hook("vllm.v1.engine.async_llm", "AsyncLLM", "__init__", _init_async),
     Hook("vllm.v1.engine.core", "EngineCore", "_initialize_kv_caches", hooks.initialize_kv_caches),
     Hook("vllm.v1.engine.core", "EngineCore", "collective_rpc", hooks.collective_rpc),
     Hook(*_scheduler, "__init__", hooks.init_scheduler),
